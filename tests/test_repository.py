@@ -88,7 +88,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "vllm",
         "__main__",
     ),
-    "benchmarks": ("shared", "engine", "speculation", "sources", "peers", "serving", "scaling", "__main__"),
+    "benchmarks": ("shared", "engine", "speculation", "gpu", "sources", "peers", "serving", "scaling", "__main__"),
 }
 # `outrider simulate` runs the pure cores of the processes in virtual time. Only its command imports it, and only when
 # it runs, so that `outrider --help` does not wait for it.

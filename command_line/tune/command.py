@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,17 @@ from command_line.tune.agreement import Ranks, acceptances
 from command_line.tune.findings import Findings, ModelProfile, Settings
 from command_line.tune.model import Pair
 from command_line.tune.options import TuneOptions
+from command_line.tune.placement.devices import GB_PER_S, gpu_type, parse_prices
+from command_line.tune.placement.measuring import (
+    chosen_device,
+    draft_on_cpu,
+    gpu_name,
+    on_one_more_core,
+    why_no_more_cores,
+)
+from command_line.tune.placement.prediction import GpuProfiles, Placement, on_cores, on_gpus, predict
+from command_line.tune.placement.report import WORDS as PLACEMENT_WORDS
+from command_line.tune.placement.report import placement_table, placement_words
 from command_line.tune.profile import DRAFT_SIZES, TARGET_SIZES, loaded, longest_sequence, step_times
 from command_line.tune.sources import document as sources_document
 from command_line.tune.sources import report as sources_report
@@ -38,6 +49,7 @@ from command_line.tune.sources.offers import HEADS, Offer, is_plain_model, offer
 from command_line.tune.texts import GeneratedText, check_texts, generate, ranks_within
 from command_line.tune.times import Overheads
 from outrider.engine.loading.machine import hardware, usable_cores
+from outrider.engine.options import Device
 from outrider.errors import InvalidRequest
 from outrider.text.tokenizer import Tokenizer
 
@@ -55,7 +67,8 @@ def tune(**given: Any) -> None:
     Several sources of hints are compared on the same prompts, and the best one is recommended with its commands.
     Repeat [cyan]--draft[/cyan] for draft models, models with mask tokens and draft heads (EAGLE-3, Medusa), which are
     told apart by their folders, and give [cyan]--all-sources[/cyan] for what the target's own folder offers. Lookup
-    always takes part. A single plain draft model gets a longer report of its own.
+    always takes part. A single plain draft model gets a longer report of its own, which also says where the draft
+    should run, and what its money would give as more of the target.
 
     [bold]Words[/bold]
 
@@ -98,6 +111,8 @@ def tune(**given: Any) -> None:
 def _comparison(options: TuneOptions, offered: Sequence[Offer]) -> Comparison:
     """All sources, measured and predicted."""
     target = options.target
+    if options.device == Device.CUDA:
+        raise typer.BadParameter("several sources of hints are compared on CPUs", param_hint="--device")
     batches = _batches(options.batch_sizes)
     asked = _prompts(options.prompts)
     settings = _settings(options)
@@ -154,16 +169,16 @@ def _findings(options: TuneOptions, draft: Path) -> Findings:
     batches = _batches(options.batch_sizes)
     asked = _prompts(options.prompts)
     overheads = _overheads(options.overhead_ms, options.link_ms)
+    prices = _prices(options)
     check_model(draft, "--draft")
     check_tokenizers(target, draft)
-    settings = _settings(options)
+    settings = replace(_settings(options), device=chosen_device(options.device))
     prompt_token_ids = _encoded(target, [target, draft], asked, options.max_tokens)
-    machine = hardware()
+    machine = hardware() if settings.device == "cpu" else f"{gpu_name()}; {hardware()}"
     with Progress(Console(stderr=True, highlight=False)) as progress:
         with _pinned(options.cpu_affinity, options.num_threads):
             measured = _measure(target, draft, prompt_token_ids, settings, progress)
-        target_profile, draft_profile, ranks = measured
-        pair = Pair(target_profile.times, draft_profile.times, ranks, overheads)
+        pair = Pair(measured.target.times, measured.draft.times, measured.ranks, overheads)
         num_hints_max = usable_num_hints(pair, options.max_speculative_tokens)
         if num_hints_max < 1:
             raise InvalidRequest(
@@ -175,13 +190,51 @@ def _findings(options: TuneOptions, draft: Path) -> Findings:
             draft,
             settings,
             machine,
-            target_profile,
-            draft_profile,
+            measured.target,
+            measured.draft,
             pair,
-            acceptances(ranks, num_hints_max),
+            acceptances(measured.ranks, num_hints_max),
             tuple(advise(pair, batch, num_hints_max) for batch in batches),
             num_prompts=len(asked),
+            placements=predict(
+                _placements(measured, pair, settings, prices, options.draft_gpu), batches, num_hints_max
+            ),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Both models' profiles, the draft's ranks, and profiles of where else the models could run."""
+
+    target: ModelProfile
+    draft: ModelProfile
+    ranks: tuple[Ranks, ...]
+    target_on_more: ModelProfile | None  # on one core more than it has
+    why_not_on_more: str
+    draft_on_cpu: ModelProfile | None  # beside a GPU
+
+
+def _placements(
+    measured: _Measured, pair: Pair, settings: Settings, prices: dict[str, float], draft_gpu: str
+) -> tuple[list[Placement], str]:
+    """All placements that this machine offers, and why some are missing."""
+    if settings.device == "cpu":
+        more = None if measured.target_on_more is None else measured.target_on_more.times
+        return on_cores(pair, more, settings.num_threads, measured.why_not_on_more)
+    on_cpu = None if measured.draft_on_cpu is None else measured.draft_on_cpu.times
+    return on_gpus(GpuProfiles(pair, gpu_type(gpu_name()), on_cpu), draft_gpu, prices)
+
+
+def _prices(options: TuneOptions) -> dict[str, float]:
+    """Prices of devices. Raises BadParameter for a price or a GPU that is not known."""
+    if options.draft_gpu not in GB_PER_S:
+        raise typer.BadParameter(
+            f"{options.draft_gpu!r} is not known; known are {', '.join(GB_PER_S)}", param_hint="--draft-gpu"
+        )
+    try:
+        return parse_prices(options.prices)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--prices") from error
 
 
 def _measure(
@@ -190,17 +243,22 @@ def _measure(
     prompts: Sequence[Sequence[int]],
     settings: Settings,
     progress: Progress,
-) -> tuple[ModelProfile, ModelProfile, tuple[Ranks, ...]]:
+) -> _Measured:
     """Measures both models' step times and the draft's ranks of the target's sequences. Raises OutriderError."""
     longest = _longest(prompts, settings)
-    target_profile, texts = _measure_target(target, prompts, settings, progress, longest)
+    target_profile, target_on_more, texts = _measure_target(target, prompts, settings, progress, longest)
     check_texts(texts, settings.budget_s)
     progress.say(f"Loading {draft}.")
     with loaded(draft, settings, is_target=False, longest=longest) as engine:
         progress.say(f"Draft steps over up to {DRAFT_SIZES[-1]} nodes, at most {settings.budget_s:g} s.")
         draft_profile = step_times(engine, DRAFT_SIZES, settings, is_target=False)
         progress.say(f"The draft's candidates, at most {settings.budget_s:g} s.")
-        return target_profile, draft_profile, ranks_within(engine, texts, settings.budget_s)
+        ranks = ranks_within(engine, texts, settings.budget_s)
+    on_cpu = None
+    if settings.device != "cpu":
+        progress.say(f"The draft on the CPU, at most {settings.budget_s:g} s.")
+        on_cpu = draft_on_cpu(draft, settings, longest)
+    return _Measured(target_profile, draft_profile, ranks, target_on_more, why_no_more_cores(settings), on_cpu)
 
 
 def _measure_target(
@@ -209,14 +267,17 @@ def _measure_target(
     settings: Settings,
     progress: Progress,
     longest: int,
-) -> tuple[ModelProfile, list[GeneratedText]]:
+) -> tuple[ModelProfile, ModelProfile | None, list[GeneratedText]]:
     """Measures the target. Its own function, so that the target's memory is free before the draft is loaded."""
     progress.say(f"Loading {target}.")
     with loaded(target, settings, is_target=True, longest=longest) as engine:
         progress.say(f"Target steps over up to {TARGET_SIZES[-1]} tokens, at most {settings.budget_s:g} s.")
         profile = step_times(engine, TARGET_SIZES, settings, is_target=True)
         progress.say(f"The target's greedy outputs: {len(prompts)} prompts, at most {settings.budget_s:g} s.")
-        return profile, generate(engine, prompts, settings, progress.update)
+        texts = generate(engine, prompts, settings, progress.update)
+        if settings.device == "cpu" and not why_no_more_cores(settings):
+            progress.say(f"The target's steps on one core more, at most {settings.budget_s:g} s.")
+        return profile, on_one_more_core(engine, settings), texts
 
 
 def _encoded(target: Path, models: Sequence[Path], asked: Sequence[str], num_tokens: int) -> list[list[int]]:
@@ -280,11 +341,17 @@ def _pinned(cores: str | None, num_threads: int) -> Iterator[None]:
 
 
 def _print(console: Console, found: Findings) -> None:
-    for table in (report.steps_table(found), report.acceptance_table(found), report.advice_table(found)):
+    tables = [report.steps_table(found), report.acceptance_table(found), report.advice_table(found)]
+    lines, words = report.verdict(found), list(report.WORDS)
+    if found.placements is not None:
+        tables.append(placement_table(found.placements))
+        lines += placement_words(found.placements)
+        words.append(PLACEMENT_WORDS)
+    for table in tables:
         console.print(table)
-    for line in report.verdict(found):
+    for line in lines:
         console.print(Text(line), soft_wrap=True)
-    print_notes(console, [*report.WORDS, report.caption(found)], report.warnings(found))
+    print_notes(console, [*words, report.caption(found)], report.warnings(found))
 
 
 def _tell_sources(options: TuneOptions, found: Comparison) -> None:

@@ -13,6 +13,7 @@ from command_line.tune.advice import Advice
 from command_line.tune.agreement import coverage, hit_rate_after_miss
 from command_line.tune.findings import Findings, ModelProfile
 from command_line.tune.model import HintPace, Pair
+from command_line.tune.placement.report import placements_dict
 from command_line.tune.report import verdict, warnings
 
 WORKER_HINT_WAIT_MS: Final = 10.0  # the target worker's own --hint-wait-ms
@@ -100,6 +101,7 @@ def as_dict(found: Findings) -> dict[str, Any]:
             | {"targets_per_draft": each.targets_per_draft, "drafts_per_target": each.drafts_per_target}
             for each in found.advice
         ],
+        "placements": None if found.placements is None else placements_dict(found.placements),
         "verdict": verdict(found),
         "warnings": warnings(found),
         "flags": flags(found),

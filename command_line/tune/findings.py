@@ -8,13 +8,14 @@ from pathlib import Path
 from command_line.tune.advice import Advice
 from command_line.tune.agreement import Acceptance
 from command_line.tune.model import Pair
+from command_line.tune.placement.prediction import Placements
 from command_line.tune.times import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How models are loaded and how long is measured. `budget_s` applies to each phase: target, draft, sequences,
-    ranks."""
+    ranks, the models where else they could run."""
 
     dtype: str
     quantization: str  # of the target
@@ -22,6 +23,7 @@ class Settings:
     context_len: int  # tokens in the KV cache of each sequence whose steps are timed
     num_tokens: int  # generated per prompt
     budget_s: float
+    device: str = "cpu"  # cpu or cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Findings:
     acceptance: tuple[Acceptance, ...]  # for γ = 1, 2, ...
     advice: tuple[Advice, ...]  # by increasing batch size
     num_prompts: int
+    placements: Placements | None = None  # None: not compared
 
     @property
     def num_tokens(self) -> int:

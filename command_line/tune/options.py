@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from command_line.checkout import DEMO_TARGET
-from outrider.engine.options import Dtype, EngineOptions, Quantization
+from outrider.engine.options import Device, Dtype, EngineOptions, Quantization
 from outrider.settings import check, same_as, setting
 
 _MODELS = "Models"
@@ -41,8 +41,9 @@ class TuneOptions:
     )  # fmt: skip
     dtype: Dtype = same_as(EngineOptions, "dtype", group=_MACHINE)
     quantization: Quantization = same_as(EngineOptions, "quantization", group=_MACHINE)
+    device: Device = same_as(EngineOptions, "device", group=_MACHINE)
     num_threads: int = setting(
-        1, "threads of the target; a draft worker has one", _MACHINE, "threads", at_least=1, at_most=1024
+        1, "threads of the target on a CPU; a draft worker has one", _MACHINE, "threads", at_least=1, at_most=1024
     )
     cpu_affinity: str | None = same_as(EngineOptions, "cpu_affinity", group=_MACHINE)
     batch_sizes: str = setting(
@@ -63,9 +64,18 @@ class TuneOptions:
     link_ms: float | None = setting(
         None, "one-way delay of a message between workers", _MACHINE, "ms", at_least=0, shows="0.15, loopback"
     )
+    draft_gpu: str = setting(
+        "l4", "on a machine with a GPU: type of a smaller GPU that the draft could have, where its steps are predicted "
+        "from the memory bandwidth",
+        _MACHINE, "type",
+    )  # fmt: skip
+    prices: str = setting(
+        "", "on a machine with a GPU: what devices cost relative to each other, such as h100=10,l4=1,core=0.05",
+        _MACHINE, "device=price[,...]", shows="rough ratios of clouds' list prices",
+    )  # fmt: skip
     max_tokens: int = setting(100, "greedy tokens per prompt", _MEASURING, "tokens", at_least=8)
     budget_s: float = setting(
-        10.0, "most time for each of the four phases, without loading",
+        10.0, "most time for each of the five phases, without loading",
         _MEASURING, "seconds", at_least=0.1, at_most=3600,
     )  # fmt: skip
     as_json: bool = setting(False, "print one JSON object instead", _RESULT, flag="--json")

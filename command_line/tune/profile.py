@@ -54,7 +54,7 @@ def loaded(
     num_threads, verbosity = torch.get_num_threads(), transformers_logging.get_verbosity()
     config = EngineOptions(
         model=model_dir,
-        device=Device.CPU,
+        device=Device(settings.device),
         dtype=Dtype(settings.dtype),
         quantization=Quantization(settings.quantization if is_target else "none"),
         num_threads=settings.num_threads if is_target else 1,

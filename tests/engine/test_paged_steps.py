@@ -15,7 +15,7 @@ import torch
 from outrider.engine.device_steps import DeviceSteps, empty_step
 from outrider.engine.kv.kv_cache import KVSequence
 from outrider.engine.layers.attention import Visibility
-from outrider.engine.layers.paged_attention import window_of
+from outrider.engine.layers.paged_attention import missing_parameters, window_of
 from outrider.engine.layers.paged_layout import PagedShape, plan_paged
 from outrider.engine.loading.loading import load_model
 from outrider.engine.model import Engine, SequenceChunk
@@ -214,3 +214,14 @@ def test_windows_are_found() -> None:
     assert window_of(lambda *positions: within(100)(*positions) | (positions[3] < 4), 300) is None
     assert window_of(lambda _sequence, _head, query, key: query // 64 == key // 64, 300) is None
     assert window_of(lambda _sequence, _head, query, key: (query - key) % 2 == 0, 300) is None
+
+
+def test_an_attention_that_knows_no_block_table_is_found_by_its_parameters() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    def older(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, seqused_k: torch.Tensor) -> None:
+        """torch 2.11 had no more of them."""
+
+    assert missing_parameters(varlen_attn) == []
+    assert missing_parameters(attend_row_by_row) == []
+    assert missing_parameters(older) == ["enable_gqa", "block_table", "num_splits"]

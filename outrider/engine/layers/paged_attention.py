@@ -7,8 +7,9 @@ algorithm. `self_test.batch_invariance_failures` checks that on the actual devic
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -21,6 +22,16 @@ MAX_HEAD_DIM = 256
 
 Attend = Callable[..., Any]
 """`torch.nn.attention.varlen.varlen_attn`, as `PagedStep.attend` calls it."""
+
+
+NEEDED_PARAMETERS: Final = ("enable_gqa", "seqused_k", "block_table", "num_splits")
+"""What `PagedStep.attend` gives by name that older versions of `varlen_attn` do not take."""
+
+
+def missing_parameters(attend: Attend) -> list[str]:
+    """Names of parameters that this version of `varlen_attn` lacks; empty where it can attend over a block table."""
+    known = inspect.signature(attend).parameters
+    return [name for name in NEEDED_PARAMETERS if name not in known]
 
 
 class PagedStep:

@@ -27,7 +27,7 @@ from outrider.engine.layers.decoder import why_not
 from outrider.engine.layers.experts import has_experts, run_in_blocks, split_experts
 from outrider.engine.layers.kv_layout import LayerLayout, UnsupportedModelError, find_layout, refuse_other_states
 from outrider.engine.layers.linear import LinearForms, make_batch_invariant, round_weights
-from outrider.engine.layers.paged_attention import why_not_paged
+from outrider.engine.layers.paged_attention import missing_parameters, why_not_paged
 from outrider.engine.layers.shards import (
     keep_own_heads,
     num_kv_heads_of,
@@ -221,6 +221,14 @@ def _use_device(engine: Engine, *, is_plain: bool) -> None:
         return
     from torch.nn.attention.varlen import varlen_attn
 
+    if missing := missing_parameters(varlen_attn):
+        logger.warning(
+            "attention without FlashAttention, which is slow: torch %s attends over no block table (varlen_attn lacks "
+            "%s); install torch 2.13",
+            torch.__version__,
+            ", ".join(missing),
+        )
+        return
     engine.attend_paged(varlen_attn)
     if engine.config.enforce_eager or has_experts(engine.model):
         logger.info("no CUDA graphs: they are disabled, or the experts that run depend on the rows")

@@ -22,6 +22,7 @@ from command_line.tune.profile import TARGET_SIZES, loaded, longest_sequence, st
 from command_line.tune.texts import GeneratedText, generate, ranks
 from command_line.tune.times import StepTimes
 from draft_worker.__main__ import parse_arguments as parse_draft_arguments
+from outrider.engine.loading.machine import usable_cores
 from outrider.errors import ConfigurationError, InvalidRequest, OutriderError, TokenizerMismatch
 from outrider.text.tokenizer import fingerprint
 from target_worker.__main__ import parse_arguments as parse_target_arguments
@@ -86,6 +87,11 @@ class TestWholeCommand:
         assert [each["num_speculative_tokens"] for each in read["advice"]] == [0, 0]
         assert "Do not speculate" in " ".join(read["verdict"])
         assert all("--no-draft" in command for command in read["flags"] if "serve" in command)
+        placements = {each["name"]: each for each in read["placements"]["placements"]}
+        assert placements["target on 1 core, draft on another"]["num_speculative_tokens"] == [0, 0]
+        alternative = placements.get("target alone on 2 cores")  # not on a machine with one core
+        assert (alternative is None) is (len(usable_cores()) == 1)
+        assert alternative is None or alternative["is_equal_cost"]
 
     @pytest.mark.thorough
     def test_what_is_said_to_a_person(self, prompts: Path) -> None:
@@ -93,6 +99,7 @@ class TestWholeCommand:
         assert result.exit_code == 0, result.stderr
         for words in (
             "Milliseconds of a step",
+            "Where the draft runs",
             "Tokens a step",
             "Predicted",
             "The target is ",
@@ -172,6 +179,8 @@ class TestBadInput:
             ("--link-ms", "inf"),
             ("--prompts", "/no/such/file"),
             ("--budget-s", 0),
+            ("--prices", "h100"),
+            ("--draft-gpu", "abacus"),
         ],
     )
     def test_a_wrong_flag_is_named(self, flag: str, value: object) -> None:
@@ -189,6 +198,17 @@ class TestBadInput:
         result = run("--target", TARGET, "--draft", DRAFT, "--cpu-affinity", core, "--num-threads", 2)
         assert result.exit_code == 2
         assert "--num-threads" in result.stderr
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_a_gpu_that_is_not_there(self) -> None:
+        result = run("--target", TARGET, "--draft", DRAFT, "--device", "cuda")
+        assert isinstance(result.exception, ConfigurationError)
+        assert "--device cuda" in result.exception.message
+
+    def test_sources_are_not_compared_on_a_gpu(self) -> None:
+        result = run("--target", TARGET, "--draft", DRAFT, "--all-sources", "--device", "cuda")
+        assert result.exit_code == 2
+        assert "--device" in result.stderr
 
     def test_two_kinds_of_output(self) -> None:
         assert run("--json", "--flags").exit_code == 2

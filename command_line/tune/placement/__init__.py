@@ -1,0 +1,1 @@
+"""Where the draft runs: `devices` (prices, bandwidths), `prediction`, `report`, `measuring` (further profiles)."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING
 from command_line.tune.findings import ModelProfile, Settings
 from command_line.tune.profile import DRAFT_SIZES, TARGET_SIZES, loaded, step_times
 from outrider.engine.loading.machine import usable_cores
+from outrider.engine.threads import threads
 
 if TYPE_CHECKING:
     from outrider.engine.model import Engine
@@ -46,21 +45,8 @@ def on_one_more_core(engine: Engine, settings: Settings) -> ModelProfile | None:
     """The target's steps with one thread more; None where there is no core for it, or it runs on a GPU."""
     if settings.device != "cpu" or why_no_more_cores(settings):
         return None
-    with _threads(settings.num_threads + 1):
+    with threads(settings.num_threads + 1):
         return step_times(engine, TARGET_SIZES, settings, is_target=True)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """torch's number of threads, which every step reads anew."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def draft_on_cpu(draft: Path, settings: Settings, longest: int) -> ModelProfile:

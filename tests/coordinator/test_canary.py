@@ -432,7 +432,7 @@ class TestAudits:
         target, plan = clusters.target(), audited_plan()
         async with opened(clusters, target, plan=plan) as cluster:
             key = key_in(plan, CANARY)
-            await cluster.complete(user=key, temperature=1)
+            await cluster.complete(user=key, temperature=1, speculation={"acceptance_rule": "token"})
             await cluster.complete(user=key, n=2)
             await cluster.complete(user=key, max_tokens=0, echo=True)
             await cluster.complete(user=key_in(plan, CONTROL))

@@ -88,7 +88,8 @@ class TestOpenAIPackage:
         assert usage is not None
         assert usage.completion_tokens == len(clusters.script) + 1, "the end-of-sequence token was generated too"
         metrics = chunks[-1].model_extra["metrics"] if chunks[-1].model_extra else {}
-        assert metrics["decoding_mode"] == "rejection"
+        assert metrics["decoding_mode"] == "coupled"
+        assert metrics["seed"] >= 0, "so that the answer can be repeated"
         assert metrics["speculative_decoding"]["num_spec_steps"] == -(-len(clusters.script) // 3)
 
     async def test_a_chat_without_a_bound_may_fill_the_context(self, clusters: ClusterFactory) -> None:

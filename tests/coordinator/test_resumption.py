@@ -246,8 +246,10 @@ async def test_a_client_that_is_back_before_the_journal_was_written_finds_its_st
 
 async def test_what_cannot_be_made_again_is_refused(clusters: ClusterFactory) -> None:
     request = {"prompt": "import", "temperature": 1, "max_tokens": 9, "stream": True} | WITH_IDS
+    by_rejection = request | {"speculation": {"acceptance_rule": "token"}}
     async with replicas(clusters) as (_, other, _):
-        answer = await other.client.post("/v1/completions", json=request, headers={"Last-Event-ID": SOME_RUN + "3"})
+        headers = {"Last-Event-ID": SOME_RUN + "3"}
+        answer = await other.client.post("/v1/completions", json=by_rejection, headers=headers)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "seed")
         answer = await other.client.post("/v1/completions", json=request, headers={"Last-Event-ID": SOME_RUN + "3.4"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")

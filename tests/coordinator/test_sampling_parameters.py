@@ -37,7 +37,7 @@ async def test_http_parameters_mean_what_they_are_called(clusters: ClusterFactor
 
 
 async def test_unset_parameters_change_nothing(clusters: ClusterFactory) -> None:
-    async with clusters.open([clusters.target()]) as cluster:
+    async with clusters.open([clusters.target()], settings={"seed_requests": False}) as cluster:
         response = await cluster.client.post("/v1/completions", json={"prompt": "x"})
     assert response.status_code == 200
     assert SamplingParams.from_proto(cluster.targets[0].requests[0].sampling) == SamplingParams()

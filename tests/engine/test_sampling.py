@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -17,13 +19,17 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from outrider.engine.compiled.kernels import coupled_choices as coupled_choices_kernel
 from outrider.engine.sampling import sampling
 from outrider.engine.sampling.randomness import GOLDEN, MASK_64, Purpose, key, mix, uniform
 from outrider.engine.sampling.sampling import (
     _token_uniforms,
+    coupled_choices,
+    coupled_keys,
     coupled_scores,
     draft_distributions,
     greedy_choices,
+    keyed_scores,
     most_likely,
     probabilities,
     sample_draft,
@@ -309,3 +315,38 @@ class TestTheMostLikely:
         token_ids, chances = most_likely(logits, 4)
         assert token_ids[0][:2] == [31, 7]
         assert chances[0][2:] == [0.0, 0.0]
+
+
+@pytest.mark.skipif(coupled_choices_kernel() is None, reason="the kernels are not compiled")
+class TestCompiledChoices:
+    @pytest.mark.parametrize("width", [*range(1, 20), 100, 1003, 32_000])
+    def test_they_are_those_of_the_greatest_scores(self, width: int) -> None:
+        generator = torch.Generator().manual_seed(width)
+        for sharpness in (0.5, 3.0, 30.0):
+            probs = torch.softmax(sharpness * torch.randn(40, width, generator=generator), dim=-1)
+            keys = coupled_keys(width, range(40))
+            expected = keyed_scores(probs, keys).argmax(dim=-1)
+            assert torch.equal(coupled_choices(probs, keys), expected)
+
+    def test_tokens_without_a_chance_are_never_chosen(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        probs = torch.rand(200, 1000, generator=generator)
+        probs[torch.rand(200, 1000, generator=generator) < 0.99] = 0.0
+        keys = coupled_keys(5, range(200))
+        choices = coupled_choices(probs, keys)
+        assert bool((probs.gather(1, choices.unsqueeze(1)) > 0.0).all())
+        assert torch.equal(choices, keyed_scores(probs, keys).argmax(dim=-1))
+
+    def test_a_broken_models_rows_get_a_token_of_the_vocabulary(self) -> None:
+        rows = torch.tensor([[0.0] * 9, [math.nan] * 9, [math.inf] * 9, [math.nan] * 8 + [0.5], [-1.0] * 9])
+        choices = coupled_choices(rows, coupled_keys(1, range(5))).tolist()
+        assert choices[0] == choices[1] == choices[4] == 0
+        assert 0 <= choices[2] < 9
+        assert choices[3] == 8
+
+    def test_neighbouring_rows_do_not_matter(self) -> None:
+        probs = torch.softmax(torch.randn(30, 777, generator=torch.Generator().manual_seed(2)), dim=-1)
+        keys = coupled_keys(9, range(30))
+        together = coupled_choices(probs, keys)
+        alone = [coupled_choices(probs[row : row + 1], [row_key]) for row, row_key in enumerate(keys)]
+        assert torch.equal(together, torch.cat(alone))

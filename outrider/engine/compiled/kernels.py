@@ -20,7 +20,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 6  # of the signatures; change it together with kernels_version() in kernels.cpp
+VERSION = 7  # of the signatures; change it together with kernels_version() in kernels.cpp
 HEAD_DIMS = (16, 32, 64, 128)
 NUM_MEMBER_FIELDS = 6
 MAX_QUERIES = 24
@@ -248,5 +248,21 @@ def most_likely() -> Any:
         return None
     function = library.most_likely_float32
     function.argtypes = [_POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER]
+    function.restype = None
+    return function
+
+
+@functools.cache
+def coupled_choices() -> Any:
+    """coupled_choices(probs, num_rows, width, keys, choices) for float32 rows; None where it is not compiled.
+
+    keys uint64 [num_rows], choices int64 [num_rows]: each row's token with the greatest of its `sampling.keyed_scores`.
+    A row without a positive number gets 0. It takes long enough to release the interpreter's lock.
+    """
+    library = _library()
+    if library is None:
+        return None
+    function = ctypes.CDLL(library._name).coupled_choices_float32
+    function.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _POINTER]
     function.restype = None
     return function

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from outrider.engine.compiled.kernels import MAX_LIKELY
+from outrider.engine.compiled.kernels import coupled_choices as coupled_choices_kernel
 from outrider.engine.compiled.kernels import most_likely as most_likely_kernel
 from outrider.engine.sampling.logit_processing import NEVER
 from outrider.engine.sampling.randomness import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, Purpose, key, uniform
@@ -201,6 +202,20 @@ def keyed_scores(probs: torch.Tensor, row_keys: Sequence[int]) -> torch.Tensor:
     """
     waits = _token_uniforms(row_keys, probs.shape[-1], probs.device).log_().neg_()
     return torch.div(probs.double(), waits, out=waits)
+
+
+def coupled_choices(probs: torch.Tensor, row_keys: Sequence[int]) -> torch.Tensor:
+    """Each row's choice, the token with the greatest of its `keyed_scores`.  # float32 [num_rows, vocab_size] -> int64
+
+    Of a vocabulary of 128,256 tokens the compiled kernel takes a fraction of the time that all the scores take.
+    """
+    kernel = coupled_choices_kernel()
+    if kernel is None or not _is_readable(probs):
+        return keyed_scores(probs, row_keys).argmax(dim=-1)
+    keys = np.array(row_keys, dtype=np.uint64)
+    choices = torch.empty(len(probs), dtype=torch.int64)
+    kernel(probs.data_ptr(), *probs.shape, keys.ctypes.data, choices.data_ptr())
+    return choices
 
 
 def _token_uniforms(row_keys: Sequence[int], vocab_size: int, device: torch.device | None = None) -> torch.Tensor:

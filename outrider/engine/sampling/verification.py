@@ -29,9 +29,9 @@ from outrider.engine.sampling.rejection import (
     sample_number,
 )
 from outrider.engine.sampling.sampling import (
+    coupled_choices,
     coupled_keys,
     greedy_tokens,
-    keyed_scores,
     row_probabilities,
     sample_rows,
 )
@@ -188,7 +188,7 @@ class _Batch:
         return [
             greedy_tokens(self._logits) if _Group.GREEDY_RAW in self._groups else NOTHING,
             self._processed[: self._num_greedy].argmax(dim=-1) if self._num_greedy else NOTHING,
-            keyed_scores(self._probs[coupled], row_keys).argmax(dim=-1) if row_keys else NOTHING,
+            coupled_choices(self._probs[coupled], row_keys) if row_keys else NOTHING,
             NOTHING if self._is_dead is None else self._is_dead,
             torch.take(self._probs, filled(indices, np.int64, device)) if indices else NOTHING,
         ]

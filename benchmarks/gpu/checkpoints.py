@@ -83,12 +83,12 @@ class Candidates:
 
     @property
     def length(self) -> float:
-        """Of the longest sum of candidates' vectors, in logits."""
+        """Length of the longest sum of candidates' vectors, in logits."""
         return float((self.first_logit**2 + self.second_logit**2).max().sqrt())
 
 
 def candidates(language: Language, *, is_target: bool) -> Candidates:
-    """What a model says in the language."""
+    """Candidates of one of the two models."""
     vocab_size = len(language.successors)
     first = torch.from_numpy(language.successors if is_target else language.guesses)
     second = torch.from_numpy(np.full_like(language.seconds, NONE) if is_target else language.seconds)

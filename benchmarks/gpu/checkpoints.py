@@ -5,7 +5,7 @@ size, so the two models need nothing in common but the language (`language`). Th
 the vectors of its candidates, each with the weight that gives it its probability, and of noise up to the length that
 RMSNorm keeps. So an untouched embedding has the logit `ln(p · V / (1 − Σp))` for a candidate of probability p, and
 about 0 for the V others: they share what the candidates leave. Two random vectors of length 1 in d dimensions have a
-product of about d^-0.5, which moves a logit by `LOGIT_SPAN / d^0.5`: some of the choices between two close candidates
+product of about d^-0.5, which moves a logit by `logit_span / d^0.5`: some of the choices between two close candidates
 are the other way round than in the language, which `chosen_tokens` counts.
 
 The layers are as large as the shape says and read the whole context, but move the hidden state by only
@@ -13,8 +13,8 @@ The layers are as large as the shape says and read the whole context, but move t
 context in every bit; and its most likely token hardly ever does. Equal greedy outputs therefore say that tokens were
 committed in order, and little about attention: that is what the comparison of logits is for.
 
-Output layers are the models' own, although Llama 3.2 1B shares its with the embedding: a step reads as much, the file is
-larger.
+Output layers are the models' own, although Llama 3.2 1B shares its with the embedding: a step reads as much, and
+the file is larger.
 """
 
 from __future__ import annotations

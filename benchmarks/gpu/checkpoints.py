@@ -5,13 +5,16 @@ size, so the two models need nothing in common but the language (`language`). Th
 the vectors of its candidates, each with the weight that gives it its probability, and of noise up to the length that
 RMSNorm keeps. So an untouched embedding has the logit `ln(p · V / (1 − Σp))` for a candidate of probability p, and
 about 0 for the V others: they share what the candidates leave. Two random vectors of length 1 in d dimensions have a
-product of about d^-0.5, which moves a logit by `LOGIT_SPAN / d^0.5`: some of the choices between two close candidates
+product of about d^-0.5, which moves a logit by `logit_span / d^0.5`: some of the choices between two close candidates
 are the other way round than in the language, which `chosen_tokens` counts.
 
 The layers are as large as the shape says and read the whole context, but move the hidden state by only
 `CONTEXT_SHARE` of its length. So a step costs what it costs in a trained model of the shape; its logits depend on the
 context in every bit; and its most likely token hardly ever does. Equal greedy outputs therefore say that tokens were
 committed in order, and little about attention: that is what the comparison of logits is for.
+
+Output layers are the models' own, although Llama 3.2 1B shares its with the embedding: a step reads as much, and
+the file is larger.
 """
 
 from __future__ import annotations
@@ -83,12 +86,12 @@ class Candidates:
 
     @property
     def length(self) -> float:
-        """Of the longest sum of candidates' vectors, in logits."""
+        """Length of the longest sum of candidates' vectors, in logits."""
         return float((self.first_logit**2 + self.second_logit**2).max().sqrt())
 
 
 def candidates(language: Language, *, is_target: bool) -> Candidates:
-    """What a model says in the language."""
+    """Candidates of one of the two models."""
     vocab_size = len(language.successors)
     first = torch.from_numpy(language.successors if is_target else language.guesses)
     second = torch.from_numpy(np.full_like(language.seconds, NONE) if is_target else language.seconds)

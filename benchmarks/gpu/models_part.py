@@ -26,7 +26,7 @@ NUM_CHECKED: Final = 4096  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What a session runs."""
+    """Shapes of both models of a session, and their language."""
 
     target: Shape
     draft: Shape

@@ -1,4 +1,4 @@
-"""What a part of a session found, written down as it is found: a part that is ended at its limit keeps its figures."""
+"""Figures of a part of a session, written down as they are found: a part that is ended at its limit keeps them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a part runs with."""
+    """Folder, time and size of models that a part runs with."""
 
     scratch: Path  # folder of the checkpoints
     seconds: float  # that the part may take

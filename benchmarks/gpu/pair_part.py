@@ -34,7 +34,7 @@ MARGIN_S: Final = 8.0  # for the workers' end
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """Where the draft runs."""
+    """Placement of the draft: arguments of its worker."""
 
     name: str
     arguments: tuple[str, ...] = ()

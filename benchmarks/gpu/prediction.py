@@ -1,12 +1,12 @@
-"""What `outrider tune` predicts from a session's step times, beside what was measured. Pure."""
+"""Predictions of `outrider tune` from a session's step times, beside what was measured. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from benchmarks.gpu.goals import Parts, figure
 from benchmarks.gpu.language import Language
+from benchmarks.gpu.page import Parts, figure
 from command_line.tune.model import Pair
 from command_line.tune.placement.devices import PRICES, gpu_type
 from command_line.tune.placement.prediction import GpuProfiles, Placements, on_gpus, predict

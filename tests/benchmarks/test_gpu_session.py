@@ -20,11 +20,10 @@ from benchmarks.gpu import engine_part, gpu_session, prediction, tests_part
 from benchmarks.gpu.checkpoints import TINY_DRAFT, TINY_TARGET, chosen_tokens, write
 from benchmarks.gpu.device_part import copy_gb_per_s, data_sheet
 from benchmarks.gpu.engine_part import COMPOSITIONS, changed_compositions, logits_in
-from benchmarks.gpu.goals import goals
 from benchmarks.gpu.language import END_TOKEN_ID, made_language, make_language
 from benchmarks.gpu.models_part import prompts_of
 from benchmarks.gpu.outcome import Outcome, Setting, read
-from benchmarks.gpu.page import WIDTH, page
+from benchmarks.gpu.page import WIDTH, goals, page
 from benchmarks.gpu.pair_part import DraftPlace, same_outputs, started
 from benchmarks.gpu.schedule import PARTS, TAIL_S, Part, turn
 from benchmarks.shared.machine import ROOT
@@ -389,7 +388,7 @@ class TestWholeSession:
         assert asyncio.run(is_drafted_through_a_command(Setting(scratch, 60.0, is_tiny=True)))
 
     def test_a_bare_machine_is_told_what_is_missing(self, tmp_path: Path) -> None:
-        """Where packages of the workers are not installed, the session starts all the same, and names them."""
+        """The session starts where packages of the workers are not installed, and names them."""
         blocked = tmp_path / "blocked"
         blocked.mkdir()
         (blocked / "sitecustomize.py").write_text(WITHOUT_PACKAGES)

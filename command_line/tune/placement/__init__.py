@@ -1,1 +1,1 @@
-"""Where the draft runs: `devices` (prices, bandwidths), `prediction`, `report`, `measuring` (further profiles)."""
+"""Placements of the draft: `devices` (prices, bandwidths), `prediction`, `report`, `measuring` (further profiles)."""

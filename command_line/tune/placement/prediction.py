@@ -50,7 +50,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class PlacementForecast:
-    """What a placement is predicted to do, by batch size."""
+    """Predicted speed of a placement, by batch size."""
 
     placement: Placement
     tokens_per_s: tuple[float, ...]  # of the whole batch
@@ -145,7 +145,7 @@ def _cores(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuProfiles:
-    """What is measured on a machine with a GPU: step times of both models on it, and of the draft on the CPU."""
+    """Profiles from a machine with a GPU: step times of both models on it, and of the draft on the CPU."""
 
     pair: Pair  # both on the GPU, each alone
     gpu: str | None  # its type, as `GB_PER_S` names it; None: not known

@@ -25,7 +25,7 @@ Attend = Callable[..., Any]
 
 
 NEEDED_PARAMETERS: Final = ("enable_gqa", "seqused_k", "block_table", "num_splits")
-"""What `PagedStep.attend` gives by name that older versions of `varlen_attn` do not take."""
+"""Parameters that `PagedStep.attend` names and older versions of `varlen_attn` lack."""
 
 
 def missing_parameters(attend: Attend) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where the draft runs: predictions that can be done by hand, and the same money spent on more target."""
+"""Placements of the draft: predictions that can be done by hand, and the same money spent on more target."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest
+from outrider.objective import Turn, by_due
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import StartSession
 from target_worker.scheduling.background_turns import not_in_background
@@ -51,6 +52,13 @@ class StepRoom:
             num_left -= session.kv.num_missing(1 + fed) - num_plain
             limited.append(fed)
         return limited
+
+
+def turn_of(session: Session) -> Turn:
+    """What decides when a session goes, among those of its tenant and priority that have not begun. One that has, and
+    was preempted, keeps its place."""
+    group = (session.rank[0], session.aim.owner, session.first_token_at is not None)
+    return Turn(group, session.arrived_at, session.arrived_at + session.aim.objective.ttft_ms / 1e3)
 
 
 class BatchSlots:
@@ -112,12 +120,13 @@ class BatchSlots:
         return self._allocator.num_free
 
     def promote(self, now: float) -> None:
-        """Gives slots to waiting sessions, by rank, as long as they fit.
+        """Gives slots to waiting sessions as long as they fit: by rank, and among one tenant's by when their first
+        tokens are due.
 
         One whose prompt prefix is being computed for another session lets others pass, then shares the result.
         """
         self._is_short = False
-        for session in list(self.waiting):
+        for session in by_due(self.waiting, [turn_of(each) for each in self.waiting], now):
             while not self._has_room(session):
                 if not self._make_room_for(session):
                     return

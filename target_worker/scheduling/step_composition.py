@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+
 from outrider.engine.chunk_cost import Chunk, ChunkCost
-from outrider.hints.speculation import allot
+from outrider.hints.acceptance import NUM_POSITIONS
+from outrider.hints.objective_rows import UNLIMITED, StepBudget, allot_within, time_left_ms
 from outrider.hints.step_cost import StepCost, StepLine
+from outrider.objective import by_due
 from target_worker.hints.hint_path import HintPath
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Step, StepItem
-from target_worker.scheduling.batch_slots import StepRoom
+from target_worker.objectives import Progress, best_token_ms, step_budget
+from target_worker.scheduling.batch_slots import StepRoom, turn_of
 from target_worker.scheduling.session import Session
 
 CHUNK_SHARE = 0.9
@@ -16,11 +24,12 @@ CHUNK_SHARE = 0.9
 all of it gaps rose by 1.02 chunks' time at the 99th percentile (`python -m benchmarks long_prompts`)."""
 
 
-def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost: ChunkCost) -> Step:
+def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost: ChunkCost, now: float) -> Step:
     """Composes a step: decoding sessions first, then prefill chunks, within `max_num_batched_tokens`.
 
     While sessions decode, all chunks of a step together take a little less than one chunk that starts a prompt and
-    uses up the token budget. That bounds the delay of a running session's next token.
+    uses up the token budget. That bounds the delay of a running session's next token. They take no more than the
+    objectives of decoding sessions leave, but for the least chunk, so that prompts get on.
     """
     decoding = room.decoding
     budget = limits.max_num_batched_tokens - len(decoding)
@@ -28,13 +37,19 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
     hint_budget = budget // 2 if room.prefilling else budget
     paths = [session.hint_path(limits) for session in decoding]
     gains = [session.hint_gains() for session in decoding]
-    num_fed = room.limit_hints(allot(gains, line, max(hint_budget, 0)))
+    budgets = [
+        _budget(session, (own, _expected_gains(session, limits)), line, len(decoding), now)
+        for session, own in zip(decoding, gains, strict=True)
+    ]
+    num_fed = room.limit_hints(allot_within(gains, line, max(hint_budget, 0), budgets))
     items = []
     for session, path, fed in zip(decoding, paths, num_fed, strict=True):
         items.append(deciding_item(session, path, fed))
         budget -= fed
     budget_ms = CHUNK_SHARE * chunk_cost.ms(Chunk(0, max(budget, 0)))
-    for session, most in room.prefilling:
+    if room.prefilling:
+        budget_ms = min(budget_ms, time_left_ms(gains, num_fed, line, budgets))
+    for session, most in by_due(room.prefilling, [turn_of(session) for session, _ in room.prefilling], now):
         chunk = Chunk(session.kv.length, min(most, budget))
         if decoding:
             chunk = chunk_cost.shorten(chunk, budget_ms, is_first=len(items) == len(decoding))
@@ -44,6 +59,44 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
         budget -= chunk.num_tokens
         budget_ms -= chunk_cost.ms(chunk)
     return Step(items)
+
+
+def wait_left_ms(active: Sequence[Session], line: StepLine, limits: SchedulerLimits, now: float) -> float:
+    """Time by which a step of sessions that decode may wait for hints, as far as their objectives go; milliseconds.
+
+    Each is expected to feed as many hints of its own, once they have come, as leave it most time.
+    """
+    left_ms = math.inf
+    for session in active:
+        gains = _expected_gains(session, limits)
+        budget = _budget(session, [gains], line, len(active), now)
+        most_ms = max(
+            budget.ms(1.0 + sum(gains[:num_hints])) - line.step_ms(len(active) + num_hints)
+            for num_hints in range(len(gains) + 1)
+        )
+        left_ms = min(left_ms, most_ms)
+    return max(left_ms, 0.0)
+
+
+def _budget(
+    session: Session, gains: Sequence[Sequence[float]], line: StepLine, num_sessions: int, now: float
+) -> StepBudget:
+    """What a session affords of the step that begins now. `gains` are those of hints that are there, or may come."""
+    came_with_tokens = session.num_given_tokens > session.num_prompt_tokens
+    since_s = session.arrived_at if came_with_tokens else session.first_token_at
+    if since_s is None or math.isinf(session.aim.objective.tpot_ms):
+        return UNLIMITED
+    progress = Progress(since_s, session.num_output_tokens - 1, session.max_len - session.committed_len)
+    best_ms = min(best_token_ms(own, line, num_sessions) for own in gains)
+    return step_budget(session.aim, progress, now, best_ms)
+
+
+def _expected_gains(session: Session, limits: SchedulerLimits) -> list[float]:
+    """Gains of the hints that may come for a session with an objective, by its record alone."""
+    if not session.aim.objective or not session.can_expect_hints():
+        return []
+    num_hints = min(session.hint_limit(limits.num_speculative_tokens), NUM_POSITIONS)
+    return list(itertools.accumulate(session.acceptance.chances(num_hints), operator.mul)) if num_hints > 0 else []
 
 
 def learn_chunks(chunk_cost: ChunkCost, cost: StepCost, step: Step, step_ms: float) -> None:

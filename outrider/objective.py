@@ -16,7 +16,6 @@ from outrider.errors import InvalidRequest
 from outrider.sampling_params import Bounds
 from protos.outrider.v1 import common_pb2
 
-ALL_TENANTS: Final = "*"
 OBJECTIVE_MS_BOUNDS: Final = Bounds(0, 3_600_000, is_open=True)
 """Milliseconds that an objective may be: more than 0, at most an hour."""
 PATIENCE_S: Final = 5.0

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from outrider.local import tether
+from outrider.objective import NO_OBJECTIVE, Objective
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.worker.rpc import CHANNEL_OPTIONS
 from protos.outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -116,6 +117,7 @@ class WorkerPair:
         timeout_s: float = 300.0,
         result: Generation | None = None,
         prediction: Sequence[int] = (),
+        objective: Objective = NO_OBJECTIVE,
     ) -> Generation:
         """Sends one request, with the draft attached unless told otherwise.
 
@@ -138,6 +140,7 @@ class WorkerPair:
             sampling=sampling.to_proto(),
             speculation=speculation.to_proto(),
             prediction=prediction,
+            slo=objective.to_proto(),
         )
         result = result if result is not None else Generation()
         result.started_at = time.perf_counter()

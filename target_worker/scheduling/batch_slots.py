@@ -12,6 +12,7 @@ A session in the background is preempted, too, when another one has no slot or b
 from __future__ import annotations
 
 import bisect
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -136,11 +137,23 @@ class BatchSlots:
                 num_cached = session.blocks.adopt(session.token_ids)
                 if session.first_step_at is None:
                     session.num_cached_tokens = min(num_cached, session.num_prompt_tokens)
-            self.waiting.remove(session)
+            self._leave_queue(session, now)
             if session.first_step_at is None:
                 session.first_step_at = now
             running = [*self.running.values(), session]
             self.running = {each.session_id: each for each in sorted(running, key=by_rank)}
+
+    def _leave_queue(self, session: Session, now: float) -> None:
+        """Removes a session that gets a slot. One that goes first because it is due takes the rank of the first in its
+        group, and those that it passes move to the ranks behind: so nobody else goes later for it."""
+        turn = turn_of(session)
+        if now < turn.due_at < math.inf:
+            passed = [each for each in self.waiting if turn_of(each).group == turn.group and each.rank <= session.rank]
+            ranks = [each.rank for each in passed]
+            for each, rank in zip([session, *passed[:-1]], ranks, strict=True):
+                each.rank = rank
+        self.waiting.remove(session)
+        self.waiting.sort(key=by_rank)
 
     def _has_room(self, session: Session) -> bool:
         """Whether a waiting session gets a slot now."""

@@ -23,13 +23,17 @@ CHUNK_SHARE = 0.9
 """Share of the time that prompt chunks may take beside running sessions; the rest absorbs errors of the estimate. With
 all of it gaps rose by 1.02 chunks' time at the 99th percentile (`python -m benchmarks long_prompts`)."""
 
+PROMPT_TURN_STEPS = 8
+"""Most steps without a prompt chunk, where objectives leave none the time."""
+
 
 def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost: ChunkCost, now: float) -> Step:
     """Composes a step: decoding sessions first, then prefill chunks, within `max_num_batched_tokens`.
 
     While sessions decode, all chunks of a step together take a little less than one chunk that starts a prompt and
-    uses up the token budget. That bounds the delay of a running session's next token. They take no more than the
-    objectives of decoding sessions leave, but for the least chunk, so that prompts get on.
+    uses up the token budget. That bounds the delay of a running session's next token. Nor do they take more than the
+    objectives of these sessions leave; where that is less than the least chunk, there is one such chunk after
+    PROMPT_TURN_STEPS steps without any, so that prompts get on.
     """
     decoding = room.decoding
     budget = limits.max_num_batched_tokens - len(decoding)
@@ -46,13 +50,13 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
     for session, path, fed in zip(decoding, paths, num_fed, strict=True):
         items.append(deciding_item(session, path, fed))
         budget -= fed
-    budget_ms = CHUNK_SHARE * chunk_cost.ms(Chunk(0, max(budget, 0)))
-    if room.prefilling:
-        budget_ms = min(budget_ms, time_left_ms(gains, num_fed, line, budgets))
+    usual_ms = CHUNK_SHARE * chunk_cost.ms(Chunk(0, max(budget, 0)))
+    budget_ms = min(usual_ms, time_left_ms(gains, num_fed, line, budgets)) if room.prefilling else usual_ms
+    must_get_on = budget_ms == usual_ms or chunk_cost.num_steps_without >= PROMPT_TURN_STEPS
     for session, most in by_due(room.prefilling, [turn_of(session) for session, _ in room.prefilling], now):
         chunk = Chunk(session.kv.length, min(most, budget))
         if decoding:
-            chunk = chunk_cost.shorten(chunk, budget_ms, is_first=len(items) == len(decoding))
+            chunk = chunk_cost.shorten(chunk, budget_ms, is_first=must_get_on and len(items) == len(decoding))
         if chunk.num_tokens <= 0:
             break
         items.append(prefill_item(session, chunk.num_tokens, limits))
@@ -102,6 +106,7 @@ def _expected_gains(session: Session, limits: SchedulerLimits) -> list[float]:
 def learn_chunks(chunk_cost: ChunkCost, cost: StepCost, step: Step, step_ms: float) -> None:
     """Learns from the time of a step what its prompt chunks cost beside the sessions that decoded."""
     chunks = [chunk for item in step.items if (chunk := item.chunk) is not None]
+    chunk_cost.num_steps_without += 1
     if not chunks:
         return
     if cost.coefficients is not None:

@@ -80,11 +80,18 @@ def figures_of(
         "tokens_per_s": spread(each.window.tokens_per_s for each in slices),
         "tokens_per_s_over_plain": spread(ratios(slices, plain)),
         "tpot_p99_over_plain": spread(p99s),
+        "ttft_ms": spread(ms for each in slices if (ms := _ttft_ms(each)) is not None),
     }
     for name in (GOOD, BAD):
         times_ms = [ms for each in windows_of(name, slices, kinds) for ms in each.tpot_ms]
         figures[name] = {"tpot_ms_p50": round(statistics.median(times_ms), 2), "requests": len(times_ms)}
     return figures
+
+
+def _ttft_ms(own: ModeSlice) -> float | None:
+    """Median time to the first token of the requests that began within a slice; None if there were none."""
+    began = [each for _, each in own.recorded if own.begin <= each.started_at and 0 < each.first_token_at < own.end]
+    return statistics.median(1e3 * (each.first_token_at - each.started_at) for each in began) if began else None
 
 
 def summarize(

@@ -1,4 +1,4 @@
-"""What an objective for the time per output token (TPOT) costs in tokens and brings in goodput.
+"""Goodput and tokens under an objective for the time per output token (TPOT), by its level.
 
 Requests of two kinds alternate in one closed loop, as in `mixed`: held-out prompts, and a kind whose hints are rarely
 accepted, so that it pays for rows of others. All carry the same objective, at several levels relative to the median
@@ -35,12 +35,12 @@ from benchmarks.speculation.modes import (
     prompts_of,
     ratios,
     start_modes,
+    total,
 )
 from outrider.objective import NO_OBJECTIVE, Objective
 from outrider.sampling_params import SamplingParams
 
 PLAIN, FREE, HONOURED = "plain", "free", "honoured"
-CALIBRATION_S = 4.0
 
 
 @dataclass
@@ -80,6 +80,7 @@ def figures_of(
         "tokens_per_s": spread(each.window.tokens_per_s for each in slices),
         "tokens_per_s_over_plain": spread(ratios(slices, plain)),
         "tpot_p99_over_plain": spread(p99s),
+        "hints_per_step": round(total(slices).hints_per_step, 2),
         "ttft_ms": spread(ms for each in slices if (ms := _ttft_ms(each)) is not None),
     }
     for name in (GOOD, BAD):
@@ -147,15 +148,16 @@ def _point(x: float, figure: Mapping[str, Any]) -> plot.Point:
 
 
 async def plain_tpot_ms(pair: MixedPair, prompts: Sequence[list[int]], arguments: argparse.Namespace) -> float:
-    """Median time per token of plain decoding under this load."""
-    ran = await run_slice(
-        pair,
-        itertools.cycle(prompts),
-        greedy(arguments),
-        num_streams=arguments.batch[0],
-        seconds=CALIBRATION_S,
-        use_draft=False,
-    )
+    """Median time per token of plain decoding under this load, in the second of two slices."""
+    for seconds in (0.5 * arguments.seconds, arguments.seconds):
+        ran = await run_slice(
+            pair,
+            itertools.cycle(prompts),
+            greedy(arguments),
+            num_streams=arguments.batch[0],
+            seconds=seconds,
+            use_draft=False,
+        )
     return statistics.median(ran.tpot_ms)
 
 

@@ -21,7 +21,7 @@ from benchmarks.speculation.modes import ModeSlice
 from tests.benchmarks.figures import slice_of, window_of
 from tests.benchmarks.test_mixed import GREEDY, measured
 
-KINDS = {(1, 1): Kind(GOOD, [[1, 1]], GREEDY), (2, 2): Kind(BAD, [[2, 2]], GREEDY)}
+KINDS: dict[tuple[int, ...], Kind] = {(1, 1): Kind(GOOD, [[1, 1]], GREEDY), (2, 2): Kind(BAD, [[2, 2]], GREEDY)}
 
 
 def timed(tokens_per_s: float, *tpot_ms: float) -> ModeSlice:

@@ -12,9 +12,11 @@ import pytest
 
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest
+from outrider.hints.acceptance import BlockAcceptance
 from outrider.hints.hint_tree import Hint
+from outrider.hints.hint_wait import Expecting, HintWait
 from outrider.hints.objective_rows import UNLIMITED, StepBudget
-from outrider.hints.speculation import allot
+from outrider.hints.speculation import HintTiming, allot
 from outrider.hints.step_cost import StepLine
 from outrider.objective import PATIENCE_S, Objective
 from protos.outrider.v1 import common_pb2, target_pb2
@@ -23,6 +25,7 @@ from target_worker.messages import HintsArrived, SessionEnded, Step, SubscribeDr
 from target_worker.objectives import NO_AIM, PLANNED_SHARE, Aim, Progress, best_token_ms, step_budget
 from target_worker.scheduling import step_composition
 from target_worker.scheduling.scheduler import Scheduler
+from target_worker.scheduling.step_composition import wait_left_ms
 from target_worker.serving.generate_messages import parse_generate
 from tests.target_worker.fakes import VOCAB_SIZE, FakeModel, next_token, start
 
@@ -216,6 +219,35 @@ class TestPrompts:
         serving.run()
         assert serving.ended[0] == "due"
         assert serving.streams["due"].ttft_ms <= 2000.0
+
+
+class TestWaits:
+    def test_for_hints_last_no_longer_than_an_objective_leaves(self) -> None:
+        def until(most_s: float) -> float | None:
+            expecting = [Expecting(timing, BlockAcceptance(), 4)]
+            return HintWait(10.0, num_wanted=2).until(0.0, expecting, 1, StepLine(FIXED_MS, TOKEN_MS), 0.0, most_s)
+
+        timing = HintTiming()
+        assert until(math.inf) == pytest.approx(0.0105, abs=0.001)
+        assert until(0.004) == pytest.approx(0.004)
+        assert until(0.0) is None
+        assert timing == HintTiming()  # nothing was learned of when hints come
+
+    def test_are_bounded_by_the_session_with_least_time(self) -> None:
+        serving = Serving()
+        for name, objective in (("none", NO_AIM), ("loose", aim(40.0)), ("tight", aim(12.0))):
+            serving.ask(name, aim=objective)
+        for _ in range(5):
+            serving.turn()
+        running = {each.session_id: each for each in serving.scheduler._slots.running.values()}
+        line = StepLine(FIXED_MS, TOKEN_MS)
+
+        def left_ms(*names: str) -> float:
+            return wait_left_ms([running[name] for name in names], line, LIMITS, serving.now)
+
+        assert left_ms("none") == math.inf
+        assert 0 < left_ms("tight") < left_ms("none", "loose") < math.inf
+        assert left_ms("none", "loose", "tight") < left_ms("tight")  # more rows take more time
 
 
 class TestSlots:

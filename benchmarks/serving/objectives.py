@@ -35,6 +35,7 @@ from benchmarks.speculation.modes import (
     prompts_of,
     ratios,
     start_modes,
+    step_figures,
     total,
 )
 from outrider.objective import NO_OBJECTIVE, Objective
@@ -80,7 +81,7 @@ def figures_of(
         "tokens_per_s": spread(each.window.tokens_per_s for each in slices),
         "tokens_per_s_over_plain": spread(ratios(slices, plain)),
         "tpot_p99_over_plain": spread(p99s),
-        "hints_per_step": round(total(slices).hints_per_step, 2),
+        **step_figures(total(slices)),
         "ttft_ms": spread(ms for each in slices if (ms := _ttft_ms(each)) is not None),
     }
     for name in (GOOD, BAD):

@@ -104,6 +104,7 @@ class Session:
     memory: MemoryHints | None = None  # one of them, once a memory worker has sent hints
     path: HintPath = NO_PATH  # used to compose the last step
     intake: SessionIntake = field(default_factory=SessionIntake)
+    needs_hints: bool = False  # to keep its objective, which plain steps would cost it
     subscribers: dict[StreamId, Subscriber] = field(default_factory=dict)
     stats: common_pb2.SpeculationStats = field(default_factory=common_pb2.SpeculationStats)
     first_step_at: float | None = None

@@ -25,6 +25,9 @@ all of it gaps rose by 1.02 chunks' time at the 99th percentile (`python -m benc
 
 PROMPT_TURN_STEPS = 8
 """Most steps without a prompt chunk, where objectives leave none the time."""
+HELP_SHARE = 0.95
+"""Time per token that a session's hints must bring it, relative to plain steps, so that it is not paused while it needs
+them for its objective."""
 
 
 def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost: ChunkCost, now: float) -> Step:
@@ -42,9 +45,12 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
     paths = [session.hint_path(limits) for session in decoding]
     gains = [session.hint_gains() for session in decoding]
     budgets = [
-        _budget(session, (own, _expected_gains(session, limits)), line, len(decoding), now)
+        _budget(session, (own, _gains_by_record(session, limits)), line, len(decoding), now)
         for session, own in zip(decoding, gains, strict=True)
     ]
+    for session, each in zip(decoding, budgets, strict=True):
+        is_tight = 0.0 < each.token_ms < line.step_ms(len(decoding))  # a plain step takes longer than it pays for
+        session.needs_hints = is_tight and _do_hints_help(session, limits, line, len(decoding))
     num_fed = room.limit_hints(allot_within(gains, line, max(hint_budget, 0), budgets))
     items = []
     for session, path, fed in zip(decoding, paths, num_fed, strict=True):
@@ -72,7 +78,7 @@ def wait_left_ms(active: Sequence[Session], line: StepLine, limits: SchedulerLim
     """
     left_ms = math.inf
     for session in active:
-        gains = _expected_gains(session, limits)
+        gains = _gains_by_record(session, limits) if session.can_expect_hints() else []
         budget = _budget(session, [gains], line, len(active), now)
         most_ms = max(
             budget.ms(1.0 + sum(gains[:num_hints])) - line.step_ms(len(active) + num_hints)
@@ -95,11 +101,19 @@ def _budget(
     return step_budget(session.aim, progress, now, best_ms)
 
 
-def _expected_gains(session: Session, limits: SchedulerLimits) -> list[float]:
-    """Gains of the hints that may come for a session with an objective, by its record alone."""
-    if not session.aim.objective or not session.can_expect_hints():
+def _do_hints_help(session: Session, limits: SchedulerLimits, line: StepLine, num_sessions: int) -> bool:
+    """Whether a session's record says that its draft worker's hints make it clearly faster, even if it is paused."""
+    best_ms = best_token_ms(_gains_by_record(session, limits), line, num_sessions)
+    return best_ms < HELP_SHARE * line.step_ms(num_sessions)
+
+
+def _gains_by_record(session: Session, limits: SchedulerLimits) -> list[float]:
+    """Gains of the hints that may come for a session with an objective, or would if it were not paused."""
+    if not (session.aim.objective and session.wants_hints and session.is_drafted):
         return []
-    num_hints = min(session.hint_limit(limits.num_speculative_tokens), NUM_POSITIONS)
+    asked = session.speculation.num_speculative_tokens or limits.num_speculative_tokens
+    num_left = session.max_len - session.committed_len - 1
+    num_hints = min(asked, limits.num_speculative_tokens, NUM_POSITIONS, num_left)
     return list(itertools.accumulate(session.acceptance.chances(num_hints), operator.mul)) if num_hints > 0 else []
 
 

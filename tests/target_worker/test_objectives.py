@@ -13,6 +13,7 @@ import pytest
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest
 from outrider.hints.acceptance import BlockAcceptance
+from outrider.hints.hint_intake import IntakePolicy
 from outrider.hints.hint_tree import Hint
 from outrider.hints.hint_wait import Expecting, HintWait
 from outrider.hints.objective_rows import UNLIMITED, StepBudget
@@ -168,6 +169,30 @@ class TestRows:
         serving.run()
         assert serving.streams["7"].tpot_ms <= objective
         assert min(serving.tpot_ms("0")) > objective
+
+    @pytest.mark.parametrize(
+        ("tpot_ms", "has_hints"), [(math.inf, False), (3.0 * PLAIN_MS, False), (0.6 * PLAIN_MS, True)]
+    )
+    def test_come_in_a_pause_to_those_that_need_them(
+        self, tpot_ms: float, has_hints: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(IntakePolicy, "may_accept_hints", lambda *_: False)
+        serving = Serving(replace(LIMITS, may_pause=True))
+        for number in range(NUM_STREAMS):
+            serving.ask(f"{number}", aim=aim(tpot_ms if number == 7 else math.inf), is_right=True, num_tokens=60)
+        serving.run()
+        decoding = serving.rows[1:]  # after the prompts
+        assert {name for rows in decoding for name, num in rows.items() if num > 1} == ({"7"} if has_hints else set())
+        assert serving.streams["7"].tpot_ms <= tpot_ms
+
+    @pytest.mark.parametrize("is_right", [True, False])
+    def test_are_needed_only_where_they_help(self, is_right: bool) -> None:
+        serving = Serving(replace(LIMITS, may_pause=True))
+        for number in range(4):
+            serving.ask(f"{number}", aim=aim(11.5), is_right=is_right, num_tokens=60)
+        for _ in range(9):
+            serving.turn()
+        assert {each.needs_hints for each in serving.scheduler._slots.running.values()} == {is_right}
 
     def test_are_not_held_back_for_an_objective_out_of_reach(self) -> None:
         free, vain = mixed(), mixed(bad=aim(0.4 * PLAIN_MS))

@@ -108,7 +108,7 @@ def tenant_objective(name: str, times: Mapping[str, float]) -> Objective:
 
 
 class Turn(NamedTuple):
-    """What decides when one of several that wait goes, beside its position among them."""
+    """Facts that decide when one of several that wait goes, beside its position among them."""
 
     group: Hashable  # it changes places with others of its group alone
     since_s: float  # its arrival

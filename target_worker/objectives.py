@@ -1,4 +1,4 @@
-"""What a session's service-level objective asks of the next step. Pure.
+"""The time that a session's service-level objective leaves the next step. Pure.
 
 A session spends time and earns it with tokens: after its first token it has `tpot_ms` for each that follows. What it
 has saved is its slack, and a part of that may be spent in each step, so that a late step, or a prompt beside it, does

@@ -57,7 +57,7 @@ class Ticket:
 
     @property
     def turn(self) -> Turn:
-        """What decides when it goes among its tenant's of the same priority; one that has begun is due no more."""
+        """Decides when it goes among its tenant's of the same priority; one that has begun is due no more."""
         return Turn(None, self.since_s, math.inf if self.priority == URGENT else self.due_s)
 
     @property

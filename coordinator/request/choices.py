@@ -119,8 +119,7 @@ async def run_choices(
                 else:
                     yield output
     except OutriderError as error:
-        if not isinstance(error, SlowReader):  # which is the client's own doing
-            environment.metrics.observe_objective(spec.model, spec.objective.outcome(None, math.inf))
+        _count_missed(environment, spec, error)
         raise
     for output in _likeliest(held, spec.num_choices):
         yield output
@@ -137,6 +136,12 @@ async def run_choices(
     if not is_resumed:  # its first token came elsewhere
         environment.metrics.observe_objective(spec.model, summary.outcome(spec.objective))
     yield summary
+
+
+def _count_missed(environment: Environment, spec: GenerationSpec, error: OutriderError) -> None:
+    """Counts the objective of a request that failed as missed, unless its client was too slow to read."""
+    if not isinstance(error, SlowReader):
+        environment.metrics.observe_objective(spec.model, spec.objective.outcome(None, math.inf))
 
 
 async def _interleaved(

@@ -56,7 +56,7 @@ class StepRoom:
 
 
 def turn_of(session: Session) -> Turn:
-    """What decides when a session goes, among those of its tenant and priority that have not begun. One that has, and
+    """Decides when a session goes, among those of its tenant and priority that have not begun. One that has, and
     was preempted, keeps its place."""
     group = (session.rank[0], session.aim.owner, session.first_token_at is not None)
     return Turn(group, session.arrived_at, session.arrived_at + session.aim.objective.ttft_ms / 1e3)

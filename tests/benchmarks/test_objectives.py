@@ -1,4 +1,4 @@
-"""What `objectives` makes of slices: goodput by level, and what it costs."""
+"""The figures that `objectives` makes of slices: goodput by level, and what it costs."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_as_many_sessions_are_on_track_as_any_rows_could_keep(
 @given(batch=BATCHES, line=LINES, budget=st.integers(0, 12))
 @settings(max_examples=300, deadline=None)
 def test_tokens_come_second(batch: list[tuple[list[float], StepBudget]], line: StepLine, budget: int) -> None:
-    """Where everybody can be on track, no step that has them all on track by fewer rows has a higher rate."""
+    """If everybody can be on track, no step that has them all on track by fewest rows has a higher rate."""
     gains, limits = [own for own, _ in batch], [limit for _, limit in batch]
     counts = allot_within(gains, line, budget, limits)
     kept = on_track(gains, counts, line, limits)

@@ -50,7 +50,7 @@ def aim(tpot_ms: float = math.inf, ttft_ms: float = math.inf, owner: str = "") -
 
 @dataclass
 class Stream:
-    """What the caller of a session has seen."""
+    """Output of a session as its caller saw it."""
 
     text: list[int]
     is_right: bool = False  # its draft worker's hints

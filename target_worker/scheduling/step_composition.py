@@ -91,7 +91,7 @@ def wait_left_ms(active: Sequence[Session], line: StepLine, limits: SchedulerLim
 def _budget(
     session: Session, gains: Sequence[Sequence[float]], line: StepLine, num_sessions: int, now: float
 ) -> StepBudget:
-    """Returns what a session affords of the step that begins now. `gains` are those of hints that are there, or may come."""
+    """Returns what a session affords of the step that begins now. `gains`: of hints that are there, or may come."""
     came_with_tokens = session.num_given_tokens > session.num_prompt_tokens
     since_s = session.arrived_at if came_with_tokens else session.first_token_at
     if since_s is None or math.isinf(session.aim.objective.tpot_ms):

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
 from outrider.addresses import bare_host
+from outrider.objective import NO_OBJECTIVE, Objective, parse_tenant_objective
 from outrider.observability.logs import LogFormat
 from outrider.observability.vllm_names import MetricsNames
 from outrider.registry.redis_connection import RedisSettings
@@ -126,6 +127,11 @@ class CoordinatorSettings:
         (), "weight of a tenant (`user` over HTTP, `tenant` over gRPC) for tokens and slots while requests wait; "
         "tenants that are not named have 1; may be repeated",
         CAPACITY, "name=weight", flag="--tenant-weight", parse=parse_tenant_weight,
+    )  # fmt: skip
+    tenant_objectives: tuple[tuple[str, Objective], ...] = setting(
+        (), "service-level objective of a tenant's requests, or with * of all others', where they carry none: "
+        "milliseconds to the first token (ttft) and per token after it (tpot); may be repeated",
+        CAPACITY, "name=ttft:MS,tpot:MS", flag="--tenant-slo", parse=parse_tenant_objective,
     )  # fmt: skip
     deadline_default_s: float = setting(
         600.0, "deadline of requests that carry none", **_SECONDS, flag="--request-timeout"
@@ -266,6 +272,11 @@ class CoordinatorSettings:
     def may_remember(self, tenant: str) -> bool:
         """Whether memory workers may be told what is generated for a tenant."""
         return ALL_TENANTS in self.memory_tenants or tenant in self.memory_tenants
+
+    def objective_of(self, tenant: str) -> Objective:
+        """The objective of a tenant's requests that carry none."""
+        by_tenant = dict(self.tenant_objectives)
+        return by_tenant.get(tenant, NO_OBJECTIVE).or_else(by_tenant.get(ALL_TENANTS, NO_OBJECTIVE))
 
     def _check_models(self) -> None:
         """Raises ValueError unless exactly one setting says which models there are."""

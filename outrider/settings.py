@@ -204,6 +204,15 @@ def check(owner: Any) -> None:
             raise SettingError(name, f"{each.title} is {shown}, which is not a finite number")
 
 
+def check_each(name: str, flag: str, texts: Iterable[str], parse: Callable[[str], object]) -> None:
+    """Raises SettingError for the first text of a repeated flag that `parse` refuses."""
+    for text in texts:
+        try:
+            parse(text)
+        except ValueError as error:
+            raise SettingError(name, f"{flag}: {error}") from None
+
+
 def from_environment(owner: type) -> dict[str, Any]:
     """Values by name of the fields whose variable is set. Raises SettingError."""
     values = {}

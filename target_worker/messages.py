@@ -31,6 +31,7 @@ from outrider.sampling_params import (
     SpeculationSettings,
 )
 from protos.outrider.v1 import common_pb2, target_pb2
+from target_worker.objectives import NO_AIM, Aim
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class StartSession:
     cache_salt: str = ""  # of the sessions it shares KV blocks and recent outputs with
     owner: str = ""  # the tenant that its grammar is compiled for
     prediction: Sequence[int] = ()  # token ids that the client expects as output
+    aim: Aim = NO_AIM  # its service-level objective
 
     @property
     def is_background(self) -> bool:

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ROOMS: dict[str, tuple[str, ...]] = {
     "outrider": (
         *("errors", "buckets", "settings", "addresses", "concurrency", "audit", "sampling_params", "local", "security"),
+        "objective",
         *("text",),
         "observability",
         *("registry", "canary", "grammar", "hints"),
@@ -79,6 +80,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "target_worker": (
         "limits",
         "hints",
+        "objectives",
         "messages",
         "admission",
         "scheduling",
@@ -132,6 +134,9 @@ MUST_BE_PURE = {
     "target_worker/scheduling/scheduler.py",
     "target_worker/scheduling/session.py",
     "outrider/hints/speculation.py",
+    "outrider/hints/objective_rows.py",
+    "outrider/objective.py",
+    "target_worker/objectives.py",
 }
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
 # Folders of modules that are no tests.

@@ -68,12 +68,23 @@ def _figure(value: float) -> str:
 
 def lines(path: Path | str, title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_label: str) -> None:
     """Draws one line per series: `{series: [(x, y, low, high)]}`. Its numbers x have equal distances."""
-    xs = sorted({point[0] for points in series.values() for point in points})
+    line_panels(path, title, {y_label: series}, x_label)
+
+
+def line_panels(
+    path: Path | str, title: str, panels: Mapping[str, Mapping[str, Sequence[Point]]], x_label: str
+) -> None:
+    """Draws panels of lines below each other, by the label of their y: `{y: {series: [(x, y, low, high)]}}`. A series
+    has one colour throughout and may be missing from a panel."""
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
     drawn = []
-    for color, points in enumerate(series.values()):
-        found = {x: (y, (low, high)) for x, y, low, high in points}
-        values = [found[x][0] if x in found else None for x in xs]
-        ends = [found[x][1] if x in found else None for x in xs]
-        drawn.append(plot.Line(values, color, ends=ends))
-    panel = plot.Panel(y_label, x_label, [f"{x:g}" for x in xs], drawn)
-    Path(path).write_text(plot.draw(title, [panel], list(series)), encoding="utf-8")
+    for y_label, series in panels.items():
+        xs = sorted({point[0] for points in series.values() for point in points})
+        own = []
+        for name, points in series.items():
+            found = {x: (y, (low, high)) for x, y, low, high in points}
+            values = [found[x][0] if x in found else None for x in xs]
+            ends = [found[x][1] if x in found else None for x in xs]
+            own.append(plot.Line(values, names.index(name), ends=ends))
+        drawn.append(plot.Panel(y_label, x_label, [f"{x:g}" for x in xs], own))
+    Path(path).write_text(plot.draw(title, drawn, names), encoding="utf-8")

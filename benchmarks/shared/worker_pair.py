@@ -19,6 +19,7 @@ from prometheus_client.samples import Sample
 
 from command_line.start.cores import CorePlan, WorkerThreads, draft_threads, plan_cores, target_threads
 from outrider.local import tether
+from outrider.objective import NO_OBJECTIVE, Objective
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.worker.rpc import CHANNEL_OPTIONS
 from protos.outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -117,6 +118,7 @@ class WorkerPair:
         timeout_s: float = 300.0,
         result: Generation | None = None,
         prediction: Sequence[int] = (),
+        objective: Objective = NO_OBJECTIVE,
     ) -> Generation:
         """Sends one request, with the draft attached unless told otherwise.
 
@@ -139,6 +141,7 @@ class WorkerPair:
             sampling=sampling.to_proto(),
             speculation=speculation.to_proto(),
             prediction=prediction,
+            slo=objective.to_proto(),
         )
         result = result if result is not None else Generation()
         result.started_at = time.perf_counter()

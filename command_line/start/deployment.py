@@ -22,10 +22,11 @@ from draft_worker.limits import DraftModel
 from outrider.engine.kv.kv_plan import ALL_SHARE
 from outrider.engine.options import Dtype, EngineOptions, Quantization
 from outrider.local.child_spec import ChildSpec
+from outrider.objective import parse_tenant_objective
 from outrider.observability.vllm_names import MetricsNames
 from outrider.security.tenants import parse_tenant_weight
 from outrider.security.tls import AUTHORITY, Role
-from outrider.settings import CAPACITY, MODEL, SECURITY, SettingError, check, same_as, setting, words_for
+from outrider.settings import CAPACITY, MODEL, SECURITY, SettingError, check, check_each, same_as, setting, words_for
 from target_worker.limits import EngineName, SchedulerLimits, Service
 
 # Loading and packing weights takes minutes, and hours from a slow disk. A worker that is stuck ends itself
@@ -117,6 +118,7 @@ class Deployment:
         CoordinatorSettings, "memory_tenants", shows="all where there are no API keys"
     )
     tenant_weights: tuple[str, ...] = same_as(CoordinatorSettings, "tenant_weights")
+    tenant_objectives: tuple[str, ...] = same_as(CoordinatorSettings, "tenant_objectives")
     affinity: Affinity = setting(
         Affinity.AUTO, "auto gives each worker cores of its own where there are enough",
         CAPACITY, flag="--cpu-affinity",
@@ -158,11 +160,9 @@ class Deployment:
             raise SettingError("tls_dir", f"--tls-dir needs --hosting {Hosting.RAY_SERVE}: {why}")
         if self.num_memory_workers and self.knows_callers and not self.memory_tenants:
             raise SettingError("memory_tenants", "--num-memory-workers with API keys needs --memory-tenant: whom for")
-        for weight in self.tenant_weights:  # here as well as in the coordinator, which starts last
-            try:
-                parse_tenant_weight(weight)
-            except ValueError as error:
-                raise SettingError("tenant_weights", f"--tenant-weight: {error}") from None
+        # Here as well as in the coordinator, which starts last.
+        check_each("tenant_weights", "--tenant-weight", self.tenant_weights, parse_tenant_weight)
+        check_each("tenant_objectives", "--tenant-slo", self.tenant_objectives, parse_tenant_objective)
 
     def _check_engine(self) -> None:
         """Raises SettingError for what does not go with the engine."""

@@ -25,6 +25,7 @@ from outrider.canary.plan import ANY_DRAFT, Assignment
 from outrider.canary.statistics import Count
 from outrider.concurrency.background import end_tasks
 from outrider.errors import OutriderError
+from outrider.objective import NO_OBJECTIVE
 from outrider.observability.tracing import NO_SPAN
 from protos.outrider.v1 import common_pb2
 
@@ -140,6 +141,7 @@ def plain_spec(spec: GenerationSpec) -> GenerationSpec:
         assignment=None,
         drafts=ANY_DRAFT,
         is_background=True,
+        objective=NO_OBJECTIVE,
         run=spec.run.again(),
     )
 

@@ -19,6 +19,7 @@ from coordinator.hosting.replica import Replica
 from coordinator.hosting.replica_shutdown import before_the_end
 from coordinator.settings import DRAIN_GRACE_S, REFUSALS_AT_ONCE, CoordinatorSettings, Listen
 from outrider.errors import ConfigurationError, OutriderError
+from outrider.objective import tenant_objective
 from outrider.registry.redis_connection import redis_url_from
 from outrider.settings import from_environment, from_mapping
 from protos.outrider.v1 import generation_pb2
@@ -132,4 +133,6 @@ def application(args: Mapping[str, Any]) -> Any:
         raise ValueError("the coordinator's args lack redis_url")
     if isinstance(weights := given.get("tenant_weights"), Mapping):
         given["tenant_weights"] = tuple((name, float(weight)) for name, weight in weights.items())
+    if isinstance(objectives := given.get("tenant_objectives"), Mapping):
+        given["tenant_objectives"] = tuple((name, tenant_objective(name, times)) for name, times in objectives.items())
     return build_application(CoordinatorSettings(**given), num_replicas=1)

@@ -21,6 +21,7 @@ from coordinator.models.served_model import ServedModel
 from coordinator.placement.routing import ModelKey
 from outrider.canary.plan import ANY_DRAFT, Assignment, DraftChoice
 from outrider.errors import ContextExceeded, InvalidRequest
+from outrider.objective import NO_OBJECTIVE, Objective
 from outrider.observability.tracing import NO_SPAN, Span
 from outrider.sampling_params import (
     MAX_BAD_WORDS,
@@ -94,6 +95,7 @@ class GenerationInput:
     best_of: int | None = None  # None: n
     echo: bool = False
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    objective: Objective = NO_OBJECTIVE  # its own, without its tenant's default
     prediction: str | Sequence[int] | None = None  # the output that the client expects, as text or token ids
     is_detailed: bool = False  # reports the origin of each token and the counts of each step
     deadline_s: float | None = None
@@ -115,6 +117,7 @@ class GenerationSpec:
     sampling: SamplingParams  # as sent to workers, with the seed if any; max_tokens at least 1
     deadline_s: float  # from arrival
     served: ServedModel  # the model as it was served when the request came in
+    objective: Objective = NO_OBJECTIVE  # with its tenant's default; what runs in the background has none
     num_speculative_tokens: int = 0  # most hints verified per step, by the request's limit and the targets'; 0: unknown
     # The client's prediction; its beginning only, if it is longer than the context.
     prediction_token_ids: Sequence[int] = field(default=(), repr=False)

@@ -86,6 +86,7 @@ class RequestPreparation:
             sampling=sampling,
             deadline_s=deadline_s,
             served=served,
+            objective=request.objective.or_else(self._settings.objective_of(request.tenant)),
             num_speculative_tokens=_most_hints(request, targets),
             prediction_token_ids=await self._predicted(request, served.tokenizer, max_model_len, vocab_size),
             prompt_text=await self._echoed(request, served.tokenizer, prompt_token_ids),

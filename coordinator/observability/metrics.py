@@ -9,6 +9,7 @@ restarts. Each replica therefore has its own port (`serve_replica`); `/metrics` 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +21,7 @@ from coordinator.observability.statistics import RequestTimes
 from coordinator.settings import METRICS_PORTS, CoordinatorSettings
 from coordinator.speculation.priors import Evidence, PriorKey
 from outrider.errors import ConfigurationError
+from outrider.objective import KINDS as OBJECTIVE_KINDS
 from outrider.observability.metrics_server import serve_metrics
 from outrider.observability.telemetry import show_expiry, show_loop_lag
 from outrider.observability.vllm_names import COORDINATOR_ALIASES, AliasingRegistry, MetricsNames
@@ -37,6 +39,8 @@ FAILURE_CODES: Final = (
 """Codes with which a request may fail."""
 FINISH_REASONS: Final = ("stop", "length")
 LINE_RESULTS: Final = ("completed", "failed")
+_OBJECTIVES: Final = (*OBJECTIVE_KINDS, "all")
+_RESULTS: Final = ("met", "missed")
 _FALLBACK_STATES: Final = ("speculating", "probing", "undrafted", "paused", "disabled")
 # Positions beyond the longest block that a request may ask for do not occur.
 _POSITIONS_MAX: Final = 32
@@ -108,6 +112,14 @@ class CoordinatorMetrics:
         )
 
     def _make_request_metrics(self) -> None:
+        self.slo_requests = self._counter(
+            "slo_requests",
+            "Requests with a service-level objective that ended, by its kind (ttft, tpot; all: whether all that it has "
+            "are met, so that the met ones are the goodput) and by result; a failed request missed it",
+            *_LABELS,
+            "objective",
+            "result",
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens", *_LABELS)
         self.prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Prompt tokens whose KV was in the target's cache", *_LABELS
@@ -224,6 +236,8 @@ class CoordinatorMetrics:
             metric.labels(model, _ENGINE)
         for reason in FINISH_REASONS:
             self.request_success.labels(model, _ENGINE, reason)
+        for kind, result in itertools.product(_OBJECTIVES, _RESULTS):
+            self.slo_requests.labels(model, _ENGINE, kind, result)
         for state in _FALLBACK_STATES:
             self.fallback_requests.labels(model, _ENGINE, state)
 
@@ -294,6 +308,12 @@ class CoordinatorMetrics:
             self.request_queue_time.labels(*labels).observe(times.queue_ms / 1000)
         if times.prefill_ms is not None:
             self.request_prefill_time.labels(*labels).observe(times.prefill_ms / 1000)
+
+    def observe_objective(self, model: str, outcome: Mapping[str, bool]) -> None:
+        """Counts a request that ended by whether it met each part of its objective, and all; empty without one."""
+        if outcome:
+            for kind, is_met in {**outcome, "all": all(outcome.values())}.items():
+                self.slo_requests.labels(model, _ENGINE, kind, _RESULTS[not is_met]).inc()
 
 
 def serve_replica(registry: CollectorRegistry, settings: CoordinatorSettings) -> int | None:

@@ -7,11 +7,12 @@ a request before that message, and a replay spreads it over two targets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.hints.hint_source import SOURCE_NAMES
+from outrider.objective import Objective
 from protos.outrider.v1 import common_pb2
 
 
@@ -192,6 +193,14 @@ class RequestTimes:
             return 0.0
         return (self.last_chunk_s - self.first_token_s) * 1000
 
+    def since_first_token_ms(self, now_s: float) -> float:
+        """Time since the first token; 0 before it."""
+        return 0.0 if self.first_token_s is None else (now_s - self.first_token_s) * 1000
+
+    def tpot_ms(self, num_tokens: int) -> float | None:
+        """Mean time per token after the first; None with fewer than two tokens."""
+        return self.decode_ms / (num_tokens - 1) if num_tokens > 1 else None
+
     @classmethod
     def merged(cls, parts: Sequence[RequestTimes]) -> RequestTimes:
         """Times of a request from its parallel sequences: from the first token of any to the end of the last."""
@@ -207,6 +216,19 @@ class RequestTimes:
             queue_ms=parts[0].queue_ms,
             prefill_ms=parts[0].prefill_ms,
         )
+
+
+def outcome_of(objective: Objective, parts: Sequence[tuple[RequestTimes, int]]) -> dict[str, bool]:
+    """Whether a request met each part of its objective (`Objective.outcome`): whether each of its sequences did, given
+    as its times and number of tokens."""
+    outcomes = [objective.outcome(times.time_to_first_token_ms, times.tpot_ms(num)) for times, num in parts]
+    return {kind: all(outcome[kind] for outcome in outcomes) for kind in outcomes[0]}
+
+
+def slo_to_json(objective: Objective, outcome: Mapping[str, bool]) -> dict[str, Any]:
+    """The objective as answers show it, and what became of it."""
+    asked = {f"{kind}_ms": getattr(objective, f"{kind}_ms") for kind in outcome}
+    return asked | {f"{kind}_met": is_met for kind, is_met in outcome.items()} | {"met": all(outcome.values())}
 
 
 def times_to_json(parts: Sequence[tuple[RequestTimes, int]]) -> dict[str, float | None]:

@@ -2,7 +2,8 @@
 
 Lower priority numbers go first. Within a priority the tenant that has been served least for its weight goes first: the
 virtual token counters of Sheng et al., 2401.00588. A tenant that had nothing waiting starts at the lowest counter of
-those that wait, so nobody saves up. One tenant's requests keep the order of their arrival.
+those that wait, so nobody saves up. One tenant's requests keep the order of their arrival, except that those whose
+first token is due by an objective change places with others of their tenant and priority (`objective.by_due`).
 
 A tenant also has a share of the slots, by the same weights. Among those that wait at one priority, a tenant that
 another slot would take beyond its share, rounded up, goes after all others: it gets a free slot only if no sequence of
@@ -22,6 +23,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
+
+from outrider.objective import Turn, by_due
 
 URGENT: Final = -(2**31)
 """Priority of a sequence that has begun: its client has seen tokens and waits for the next one."""
@@ -47,8 +50,15 @@ class Ticket:
     num_prompt_tokens: int = 0
     may_be_shed: bool = True  # for one that goes first, if there is no room for both
     siblings: Siblings = field(default_factory=Siblings)
+    due_s: float = math.inf  # when its first token is due, by its service-level objective
+    since_s: float = 0.0  # its request's arrival, on the same clock
     arrival: int = field(default=0, init=False)  # set by the queue, once
     is_charged: bool = field(default=False, init=False)
+
+    @property
+    def turn(self) -> Turn:
+        """Decides when it goes among its tenant's of the same priority; one that has begun is due no more."""
+        return Turn(None, self.since_s, math.inf if self.priority == URGENT else self.due_s)
 
     @property
     def is_sheddable(self) -> bool:
@@ -102,11 +112,11 @@ class FairQueue:
             if not self._num_waiting_of:
                 self._floor = max(self._floor, self._served[ticket.tenant])
 
-    def in_order(self, limit: int | None = None) -> list[Ticket]:
-        """The next tickets, at most `limit`, as of now."""
-        return list(itertools.islice(self._ordered(), limit))
+    def in_order(self, limit: int | None = None, now_s: float = math.inf) -> list[Ticket]:
+        """The next tickets, at most `limit`, as of now; without `now_s` no ticket is due at any time."""
+        return list(itertools.islice(self._ordered(now_s), limit))
 
-    def _ordered(self) -> Iterator[Ticket]:
+    def _ordered(self, now_s: float) -> Iterator[Ticket]:
         for priority in sorted(self._waiting):
             by_tenant = self._waiting[priority]
             beyond = self._beyond_share(by_tenant) if priority != URGENT else frozenset()
@@ -114,7 +124,7 @@ class FairQueue:
                 tenant: (tenant in beyond, self._served[tenant], line[0].arrival) for tenant, line in by_tenant.items()
             }
             for tenant in sorted(sort_keys, key=sort_keys.__getitem__):
-                yield from by_tenant[tenant]
+                yield from by_due(by_tenant[tenant], [each.turn for each in by_tenant[tenant]], now_s)
 
     def _beyond_share(self, tenants: Collection[str]) -> frozenset[str]:
         """Those of these waiting tenants that one more slot would take beyond their share of all slots that they have,

@@ -191,10 +191,12 @@ class Round:
     def __init__(self, slots: SlotQueue) -> None:
         self._slots = slots
         self._search = SlotSearch()
-        self._tickets: Iterator[Ticket] = iter(slots.queue.in_order())
+        self._tickets: Iterator[Ticket] | None = None
 
     def next(self, now_s: float) -> Offer | None:
         """The next request to try; None if no other could have a slot now."""
+        if self._tickets is None:
+            self._tickets = iter(self._slots.queue.in_order(now_s=now_s))
         for ticket in self._tickets:
             request = self._slots.waiting.get(ticket)
             if request is None or ticket not in self._slots.queue:  # it left while another was tried

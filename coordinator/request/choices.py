@@ -10,13 +10,14 @@ from the target and nothing else: neither the deadline nor a slot waits for it.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
 from coordinator.intake.generation_request import GenerationSpec
-from coordinator.observability.statistics import RequestTimes, SpeculationCounts, times_to_json
+from coordinator.observability.statistics import RequestTimes, SpeculationCounts, outcome_of, times_to_json
 from coordinator.output.client_pace import PaceWatch
 from coordinator.output.logprobs import mean_logprob
 from coordinator.output.output_queue import ChoiceOutput, OutputQueue, check_gathered, size_of, size_of_scores
@@ -28,6 +29,7 @@ from coordinator.recovery.resumption import Resumption
 from coordinator.request.environment import Environment
 from coordinator.request.sequence_runner import SequenceRunner
 from outrider.errors import DeadlineExceeded, OutriderError, SlowReader
+from outrider.objective import Objective
 
 __all__ = ["ChoiceOutput", "RequestFinished", "run_choices"]
 
@@ -59,6 +61,10 @@ class RequestFinished:
         """The times as answers show them."""
         return times_to_json([(each.times, each.num_output_tokens) for each in self.candidates])
 
+    def outcome(self, objective: Objective) -> dict[str, bool]:
+        """Whether the request met each part of its objective, by its kind; empty without one."""
+        return outcome_of(objective, [(each.times, each.num_output_tokens) for each in self.candidates])
+
 
 async def run_choices(
     environment: Environment, spec: GenerationSpec, arrival_s: float, resumption: Resumption | None = None
@@ -80,6 +86,7 @@ async def run_choices(
         prefix=prefix_key(spec.prompt_token_ids, spec.cache_salt),
         accepts=spec.run.accepts,
     )
+    is_resumed = resumption is not None
     resumption = resumption or Resumption.of_nothing(spec.num_candidates)
     siblings = Siblings()
     sessions = [
@@ -100,16 +107,20 @@ async def run_choices(
     held: list[ChoiceOutput] = []
     num_held_bytes = 0
     is_ranking = spec.num_candidates > spec.num_choices
-    async with aclosing(_interleaved(environment, sessions, arrival_s + spec.deadline_s)) as outputs:
-        async for output in outputs:
-            if isinstance(output.item, SequenceFinished):
-                finished[output.index] = output.item
-            if is_ranking:
-                held.append(output)
-                num_held_bytes += size_of(output.item)
-                check_gathered(num_held_bytes)
-            else:
-                yield output
+    try:
+        async with aclosing(_interleaved(environment, sessions, arrival_s + spec.deadline_s)) as outputs:
+            async for output in outputs:
+                if isinstance(output.item, SequenceFinished):
+                    finished[output.index] = output.item
+                if is_ranking:
+                    held.append(output)
+                    num_held_bytes += size_of(output.item)
+                    check_gathered(num_held_bytes)
+                else:
+                    yield output
+    except OutriderError as error:
+        _count_missed(environment, spec, error)
+        raise
     for output in _likeliest(held, spec.num_choices):
         yield output
     candidates = tuple(finished[index] for index in range(spec.num_candidates))
@@ -122,7 +133,15 @@ async def run_choices(
         summary.times,
         candidates[0].num_cached_tokens or 0,
     )
+    if not is_resumed:  # its first token came elsewhere
+        environment.metrics.observe_objective(spec.model, summary.outcome(spec.objective))
     yield summary
+
+
+def _count_missed(environment: Environment, spec: GenerationSpec, error: OutriderError) -> None:
+    """Counts the objective of a request that failed as missed, unless its client was too slow to read."""
+    if not isinstance(error, SlowReader):
+        environment.metrics.observe_objective(spec.model, spec.objective.outcome(None, math.inf))
 
 
 async def _interleaved(

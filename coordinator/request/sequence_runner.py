@@ -107,6 +107,8 @@ class SequenceRunner:
                 len(spec.prompt_token_ids),
                 may_be_shed=not has_begun,
                 siblings=siblings or Siblings(),
+                due_s=arrival_s + spec.objective.ttft_ms / 1e3,
+                since_s=arrival_s,
             ),
             known_token_ids=() if has_logprobs or spec.prompt_text is not None else known_token_ids,
             has_begun=has_begun,
@@ -274,6 +276,8 @@ class SequenceRunner:
             owner=spec.owner,
             trial_tokens=machine.losses.trial_tokens,
             prediction=spec.prediction_token_ids,
+            slo=spec.objective.since(1e3 * (environment.now_s() - machine.arrival_s)).to_proto(),
+            decoding_ms=machine.output.times.since_first_token_ms(environment.now_s()),
         )
         session = LinkedSession(spec, request, target, machine.deadline_s, machine.committed)
         self._attempt = Attempt(

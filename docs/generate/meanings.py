@@ -90,6 +90,7 @@ DELIVERY: Final = {
     "cache_salt": "The prompt shares its KV only with requests of the same tenant and salt.",
     "priority": "Lower goes first where requests wait; 0 is usual.",
     "deadline_ms": "Milliseconds for the whole answer, from its arrival.",
+    "slo": "Times that the request [aims at](../guides/objectives.md): `ttft_ms`, `tpot_ms`.",
     "request_id": "Id of the request in place of the header `X-Request-Id`.",
     "return_token_ids": "Send token ids in addition to the text.",
     "return_tokens_as_token_ids": "Name tokens in log probabilities by their ids.",

@@ -121,6 +121,21 @@ DASHBOARD: Final = Dashboard(
                     "The prefix cache saves it for prompts with a common prefix.",
                     _quantiles("outrider_request_prefill_time_seconds"),
                 ),
+                Panel(
+                    "Objectives met",
+                    "percentunit",
+                    "Share of the ended requests with a service-level objective that met it: all of it, its time to "
+                    "first token (ttft), its time per token (tpot). If ttft falls, see the queue above; if tpot "
+                    "falls, the objective is too tight for the batches of this pool: add targets, or lower their "
+                    "--max-num-seqs.",
+                    (
+                        Query(
+                            'sum by (objective) (rate(outrider_slo_requests_total{$coordinator,result="met"}[$range]))'
+                            " / sum by (objective) (rate(outrider_slo_requests_total{$coordinator}[$range]))",
+                            "{{objective}}",
+                        ),
+                    ),
+                ),
             ),
         ),
         Row(

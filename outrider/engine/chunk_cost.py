@@ -40,6 +40,7 @@ class ChunkCost:
 
     token_ms: float = 0.0  # 0.0: unknown
     read_ms: float = 0.0
+    num_steps_without: int = 0  # since the last chunk
     # Weighted sums of the normal equations over (tokens, thousands read) and milliseconds.
     _tokens_tokens: float = 0.0
     _tokens_read: float = 0.0
@@ -49,7 +50,7 @@ class ChunkCost:
 
     def observe(self, chunks: Iterable[Chunk], ms: float) -> None:
         """Takes one step: its chunks, and its time beyond that of a step without them."""
-        chunks = list(chunks)
+        chunks, self.num_steps_without = list(chunks), 0
         if self.token_ms:
             ms = min(ms, OUTLIER * sum(self.ms(chunk) for chunk in chunks))
         num_tokens, num_read = sum(each.num_tokens for each in chunks), sum(each.num_read for each in chunks)

@@ -6,6 +6,7 @@ step and learns from the outcome.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,12 +50,21 @@ class HintWait:
         self._deadline = None
 
     def until(
-        self, now: float, expecting: Sequence[Expecting], num_running: int, line: StepLine, usual_rate: float
+        self,
+        now: float,
+        expecting: Sequence[Expecting],
+        num_running: int,
+        line: StepLine,
+        usual_rate: float,
+        most_s: float = math.inf,
     ) -> float | None:
         """Returns the moment to wait for, or None to run the step.
 
-        line and usual_rate: as in `best_wait`.
+        line and usual_rate: as in `best_wait`; most_s: so long objectives allow, which says nothing about when hints
+        come.
         """
+        if most_s <= 0.0:
+            return None
         longest_s = self._longest_s
         if self._deadline is not None:
             longest_s = self._deadline - now
@@ -63,6 +73,7 @@ class HintWait:
                     if each.timing.path_len == 0:
                         each.timing.on_missed_hints(now)
                 return None
+        longest_s = min(longest_s, most_s)
         wait_s = self._wanted_s(now, expecting, num_running, line, usual_rate, longest_s)
         if wait_s <= 0.0:
             return None

@@ -1,6 +1,8 @@
 """Applies the hint intake policy to the sessions of a worker. Pure.
 
-A session that requests speculation always is never paused and not measured: its steps say nothing about what pays.
+A session that requests speculation always is never paused and not measured: its steps say nothing about what pays. The
+same goes for one that needs hints for its objective, while it does; a pause of its own, for hints that are hardly ever
+accepted, it keeps.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ class HintedSessions(NamedTuple):
 
     sessions: list[Session]  # those that may be paused
     shares: IntakeShares | None  # shares of these; None when there are none
-    has_always: bool  # whether others accept hints at any cost
+    needing: list[Session]  # those that need hints for their objectives
+    has_always: bool  # whether others than `sessions` accept hints at any cost
 
 
 class BatchIntake:
@@ -30,7 +33,7 @@ class BatchIntake:
         self._policy = IntakePolicy()
 
     def _may_pause_session(self, session: Session) -> bool:
-        return self._may_pause and not session.speculation.is_always
+        return self._may_pause and not session.speculation.is_always and not session.needs_hints
 
     def start(self, session: Session, num_running: int) -> SessionIntake:
         """Returns the state of a session that gets a draft worker now."""
@@ -45,7 +48,8 @@ class BatchIntake:
         """The sessions of a batch that could have hints, and their shares of it."""
         followed = [session for session in running if session.is_drafted and session.wants_hints]
         sessions = [session for session in followed if self._may_pause_session(session)]
-        return HintedSessions(sessions, _shares(sessions), has_always=len(sessions) < len(followed))
+        needing = [session for session in followed if session.needs_hints and not session.speculation.is_always]
+        return HintedSessions(sessions, _shares(sessions), needing, has_always=len(sessions) < len(followed))
 
     def judge(self, session: Session, worth_tokens: float) -> None:
         """Takes the tokens that a session's hints gained in a step, less their cost in tokens."""
@@ -69,7 +73,8 @@ class BatchIntake:
     def update(self, hinted: HintedSessions, num_running: int) -> list[Session]:
         """Pauses or resumes sessions; returns those for which that has changed."""
         may_accept_hints = self._policy.may_accept_hints(num_running)
-        return [session for session in hinted.sessions if session.intake.update(may_accept_hints=may_accept_hints)]
+        changed = [session for session in hinted.sessions if session.intake.update(may_accept_hints=may_accept_hints)]
+        return changed + [session for session in hinted.needing if session.intake.update(may_accept_hints=True)]
 
 
 def _shares(sessions: list[Session]) -> IntakeShares | None:

@@ -12,12 +12,14 @@ A session in the background is preempted, too, when another one has no slot or b
 from __future__ import annotations
 
 import bisect
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest
+from outrider.objective import Turn, by_due
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import StartSession
 from target_worker.scheduling.background_turns import not_in_background
@@ -51,6 +53,13 @@ class StepRoom:
             num_left -= session.kv.num_missing(1 + fed) - num_plain
             limited.append(fed)
         return limited
+
+
+def turn_of(session: Session) -> Turn:
+    """Decides when a session goes, among those of its tenant and priority that have not begun. One that has, and
+    was preempted, keeps its place."""
+    group = (session.rank[0], session.aim.owner, session.first_token_at is not None)
+    return Turn(group, session.arrived_at, session.arrived_at + session.aim.objective.ttft_ms / 1e3)
 
 
 class BatchSlots:
@@ -112,12 +121,13 @@ class BatchSlots:
         return self._allocator.num_free
 
     def promote(self, now: float) -> None:
-        """Gives slots to waiting sessions, by rank, as long as they fit.
+        """Gives slots to waiting sessions as long as they fit: by rank, and among one tenant's by when their first
+        tokens are due.
 
         One whose prompt prefix is being computed for another session lets others pass, then shares the result.
         """
         self._is_short = False
-        for session in list(self.waiting):
+        for session in by_due(self.waiting, [turn_of(each) for each in self.waiting], now):
             while not self._has_room(session):
                 if not self._make_room_for(session):
                     return
@@ -127,11 +137,23 @@ class BatchSlots:
                 num_cached = session.blocks.adopt(session.token_ids)
                 if session.first_step_at is None:
                     session.num_cached_tokens = min(num_cached, session.num_prompt_tokens)
-            self.waiting.remove(session)
+            self._leave_queue(session, now)
             if session.first_step_at is None:
                 session.first_step_at = now
             running = [*self.running.values(), session]
             self.running = {each.session_id: each for each in sorted(running, key=by_rank)}
+
+    def _leave_queue(self, session: Session, now: float) -> None:
+        """Removes a session that gets a slot. One that goes first because it is due takes the rank of the first in its
+        group, and those that it passes move to the ranks behind: so nobody else goes later for it."""
+        turn = turn_of(session)
+        if now < turn.due_at < math.inf:
+            passed = [each for each in self.waiting if turn_of(each).group == turn.group and each.rank <= session.rank]
+            ranks = [each.rank for each in passed]
+            for each, rank in zip([session, *passed[:-1]], ranks, strict=True):
+                each.rank = rank
+        self.waiting.remove(session)
+        self.waiting.sort(key=by_rank)
 
     def _has_room(self, session: Session) -> bool:
         """Whether a waiting session gets a slot now."""

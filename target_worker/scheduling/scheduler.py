@@ -56,7 +56,7 @@ from target_worker.scheduling.forecast import Forecast
 from target_worker.scheduling.head_turns import DraftsLocally, HeadTurns
 from target_worker.scheduling.session import Session
 from target_worker.scheduling.session_sources import local_sources, take_hints
-from target_worker.scheduling.step_composition import compose, learn_chunks, learn_cost
+from target_worker.scheduling.step_composition import compose, learn_chunks, learn_cost, wait_left_ms
 
 LOOK_EVERY_S = 0.05
 """Least time between two checks of the deadlines."""
@@ -272,7 +272,7 @@ class Scheduler:
             self._pace.wait()  # its time is no part of a step's
         self._turns.begin_step()
         room = self._slots.make_room().without(self._turns.is_left_out)
-        return compose(room, self.limits, line, self._chunk_cost)
+        return compose(room, self.limits, line, self._chunk_cost, now)
 
     def _active(self) -> list[Session]:
         return self._turns.active(self._slots.running.values())
@@ -286,7 +286,8 @@ class Scheduler:
             for session in active
             if session.can_expect_hints() and not session.has_certain_hints()
         ]
-        return self._wait.until(now, expecting, len(active), line, self._pace.rate * len(active))
+        most_s = wait_left_ms(active, line, self.limits, now) / 1e3
+        return self._wait.until(now, expecting, len(active), line, self._pace.rate * len(active), most_s)
 
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
         """Commits what a step decided; returns the actions that report it."""

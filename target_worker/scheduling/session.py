@@ -33,6 +33,7 @@ from target_worker.hints.memory import MemoryHints
 from target_worker.hints.subscribers import Subscriber, commits_for
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Action, PromptScored, SourceCount, StartSession, StreamId, SubscribeDraft
+from target_worker.objectives import NO_AIM, Aim
 from target_worker.scheduling.output_grammar import (
     advance,
     cost_refusal,
@@ -46,6 +47,7 @@ from target_worker.scheduling.session_statistics import (
     count_sources,
     count_step,
     counts_by_source,
+    origins_of,
 )
 
 NO_PATH = HintPath([], 0)
@@ -92,6 +94,7 @@ class Session:
     blocks: SequenceBlocks
     rank: tuple[int, int] = (0, 0)  # priority, then order of arrival; lower goes first
     deadline_at: float = math.inf  # shell's clock, seconds
+    aim: Aim = NO_AIM
     calibration: Calibration | None = None  # shared by its decoding mode; None under rejection (I4)
     tree: HintTree = field(default_factory=HintTree)
     acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
@@ -101,6 +104,7 @@ class Session:
     memory: MemoryHints | None = None  # one of them, once a memory worker has sent hints
     path: HintPath = NO_PATH  # used to compose the last step
     intake: SessionIntake = field(default_factory=SessionIntake)
+    needs_hints: bool = False  # to keep its objective, which plain steps would cost it
     subscribers: dict[StreamId, Subscriber] = field(default_factory=dict)
     stats: common_pb2.SpeculationStats = field(default_factory=common_pb2.SpeculationStats)
     first_step_at: float | None = None
@@ -145,6 +149,7 @@ class Session:
             blocks=SequenceBlocks(kv, event.cache_salt),
             rank=(event.priority, number),
             deadline_at=event.deadline_at,
+            aim=event.aim,
             calibration=calibration,
             local=local,
             head=head,
@@ -343,7 +348,7 @@ class Session:
         self.tree.commit(token_ids)
         self.has_outcome = num_verified > 0 and reason is None
         self.kv.truncate(min(self.kv.length, self.committed_len - 1))
-        origins = _origins(verdict, num_fed_hints)[: len(token_ids)]
+        origins = origins_of(verdict, num_fed_hints)[: len(token_ids)]
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(token_ids)]
         return CommitOutcome(
             token_ids,
@@ -388,13 +393,3 @@ class Session:
         add_up_to_limit(self.stats, "num_stale_hints", self.tree.num_stale)
         add_up_to_limit(self.stats, "num_late_hints", self.tree.num_late)
         return self.stats
-
-
-def _origins(verdict: Verdict, num_fed_hints: int) -> list[common_pb2.TokenOrigin]:
-    if num_fed_hints == 0:
-        extra = common_pb2.TOKEN_ORIGIN_PLAIN
-    elif verdict.num_accepted == num_fed_hints:
-        extra = common_pb2.TOKEN_ORIGIN_BONUS
-    else:
-        extra = common_pb2.TOKEN_ORIGIN_RECOVERED
-    return [common_pb2.TOKEN_ORIGIN_ACCEPTED] * verdict.num_accepted + [extra]

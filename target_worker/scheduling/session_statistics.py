@@ -86,3 +86,14 @@ def _increment(histogram: MutableSequence[int], index: int) -> None:
     while len(histogram) <= index:
         histogram.append(0)
     histogram[index] += 1
+
+
+def origins_of(verdict: Verdict, num_fed_hints: int) -> list[common_pb2.TokenOrigin]:
+    """Returns the origin of each token of a verdict, `num_fed_hints` hints having been fed."""
+    if num_fed_hints == 0:
+        extra = common_pb2.TOKEN_ORIGIN_PLAIN
+    elif verdict.num_accepted == num_fed_hints:
+        extra = common_pb2.TOKEN_ORIGIN_BONUS
+    else:
+        extra = common_pb2.TOKEN_ORIGIN_RECOVERED
+    return [common_pb2.TOKEN_ORIGIN_ACCEPTED] * verdict.num_accepted + [extra]

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+
 from outrider.engine.chunk_cost import Chunk, ChunkCost
-from outrider.hints.speculation import allot
+from outrider.hints.acceptance import NUM_POSITIONS
+from outrider.hints.objective_rows import UNLIMITED, StepBudget, allot_within, time_left_ms
 from outrider.hints.step_cost import StepCost, StepLine
+from outrider.objective import by_due
 from target_worker.hints.hint_path import HintPath
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Step, StepItem
-from target_worker.scheduling.batch_slots import StepRoom
+from target_worker.objectives import Progress, best_token_ms, step_budget
+from target_worker.scheduling.batch_slots import StepRoom, turn_of
 from target_worker.scheduling.session import Session
 
 CHUNK_SHARE = 0.9
 """Share of the time that prompt chunks may take beside running sessions; the rest absorbs errors of the estimate. With
 all of it gaps rose by 1.02 chunks' time at the 99th percentile (`python -m benchmarks long_prompts`)."""
 
+PROMPT_TURN_STEPS = 8
+"""Most steps without a prompt chunk, where objectives leave none the time."""
+HELP_SHARE = 0.95
+"""Time per token that a session's hints must bring it, relative to plain steps, so that it is not paused while it needs
+them for its objective."""
 
-def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost: ChunkCost) -> Step:
+
+def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost: ChunkCost, now: float) -> Step:
     """Composes a step: decoding sessions first, then prefill chunks, within `max_num_batched_tokens`.
 
     While sessions decode, all chunks of a step together take a little less than one chunk that starts a prompt and
-    uses up the token budget. That bounds the delay of a running session's next token.
+    uses up the token budget. That bounds the delay of a running session's next token. Nor do they take more than the
+    objectives of these sessions leave; where that is less than the least chunk, there is one such chunk after
+    PROMPT_TURN_STEPS steps without any, so that prompts get on.
     """
     decoding = room.decoding
     budget = limits.max_num_batched_tokens - len(decoding)
@@ -28,16 +44,25 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
     hint_budget = budget // 2 if room.prefilling else budget
     paths = [session.hint_path(limits) for session in decoding]
     gains = [session.hint_gains() for session in decoding]
-    num_fed = room.limit_hints(allot(gains, line, max(hint_budget, 0)))
+    budgets = [
+        _budget(session, (own, _gains_by_record(session, limits)), line, len(decoding), now)
+        for session, own in zip(decoding, gains, strict=True)
+    ]
+    for session, each in zip(decoding, budgets, strict=True):
+        is_tight = 0.0 < each.token_ms < line.step_ms(len(decoding))  # a plain step takes longer than it pays for
+        session.needs_hints = is_tight and _do_hints_help(session, limits, line, len(decoding))
+    num_fed = room.limit_hints(allot_within(gains, line, max(hint_budget, 0), budgets))
     items = []
     for session, path, fed in zip(decoding, paths, num_fed, strict=True):
         items.append(deciding_item(session, path, fed))
         budget -= fed
-    budget_ms = CHUNK_SHARE * chunk_cost.ms(Chunk(0, max(budget, 0)))
-    for session, most in room.prefilling:
+    usual_ms = CHUNK_SHARE * chunk_cost.ms(Chunk(0, max(budget, 0)))
+    budget_ms = min(usual_ms, time_left_ms(gains, num_fed, line, budgets)) if room.prefilling else usual_ms
+    must_get_on = budget_ms == usual_ms or chunk_cost.num_steps_without >= PROMPT_TURN_STEPS
+    for session, most in by_due(room.prefilling, [turn_of(session) for session, _ in room.prefilling], now):
         chunk = Chunk(session.kv.length, min(most, budget))
         if decoding:
-            chunk = chunk_cost.shorten(chunk, budget_ms, is_first=len(items) == len(decoding))
+            chunk = chunk_cost.shorten(chunk, budget_ms, is_first=must_get_on and len(items) == len(decoding))
         if chunk.num_tokens <= 0:
             break
         items.append(prefill_item(session, chunk.num_tokens, limits))
@@ -54,9 +79,56 @@ def learn_cost(cost: StepCost, step: Step, num_context: int, step_ms: float) -> 
     return line.token_ms * num_sessions / line.step_ms(num_sessions)
 
 
+def wait_left_ms(active: Sequence[Session], line: StepLine, limits: SchedulerLimits, now: float) -> float:
+    """Time by which a step of sessions that decode may wait for hints, as far as their objectives go; milliseconds.
+
+    Each is expected to feed as many hints of its own, once they have come, as leave it most time.
+    """
+    left_ms = math.inf
+    for session in active:
+        gains = _gains_by_record(session, limits) if session.can_expect_hints() else []
+        budget = _budget(session, [gains], line, len(active), now)
+        most_ms = max(
+            budget.ms(1.0 + sum(gains[:num_hints])) - line.step_ms(len(active) + num_hints)
+            for num_hints in range(len(gains) + 1)
+        )
+        left_ms = min(left_ms, most_ms)
+    return max(left_ms, 0.0)
+
+
+def _budget(
+    session: Session, gains: Sequence[Sequence[float]], line: StepLine, num_sessions: int, now: float
+) -> StepBudget:
+    """Returns what a session affords of the step that begins now. `gains`: of hints that are there, or may come."""
+    came_with_tokens = session.num_given_tokens > session.num_prompt_tokens
+    since_s = session.arrived_at if came_with_tokens else session.first_token_at
+    if since_s is None or math.isinf(session.aim.objective.tpot_ms):
+        return UNLIMITED
+    progress = Progress(since_s, session.num_output_tokens - 1, session.max_len - session.committed_len)
+    best_ms = min(best_token_ms(own, line, num_sessions) for own in gains)
+    return step_budget(session.aim, progress, now, best_ms)
+
+
+def _do_hints_help(session: Session, limits: SchedulerLimits, line: StepLine, num_sessions: int) -> bool:
+    """Whether a session's record says that its draft worker's hints make it clearly faster, even if it is paused."""
+    best_ms = best_token_ms(_gains_by_record(session, limits), line, num_sessions)
+    return best_ms < HELP_SHARE * line.step_ms(num_sessions)
+
+
+def _gains_by_record(session: Session, limits: SchedulerLimits) -> list[float]:
+    """Gains of the hints that may come for a session with an objective, or would if it were not paused."""
+    if not (session.aim.objective and session.wants_hints and session.is_drafted):
+        return []
+    asked = session.speculation.num_speculative_tokens or limits.num_speculative_tokens
+    num_left = session.max_len - session.committed_len - 1
+    num_hints = min(asked, limits.num_speculative_tokens, NUM_POSITIONS, num_left)
+    return list(itertools.accumulate(session.acceptance.chances(num_hints), operator.mul)) if num_hints > 0 else []
+
+
 def learn_chunks(chunk_cost: ChunkCost, cost: StepCost, step: Step, step_ms: float) -> None:
     """Learns from the time of a step what its prompt chunks cost beside the sessions that decoded."""
     chunks = [chunk for item in step.items if (chunk := item.chunk) is not None]
+    chunk_cost.num_steps_without += 1
     if not chunks:
         return
     if cost.coefficients is not None:

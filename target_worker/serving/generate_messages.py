@@ -7,7 +7,9 @@ import secrets
 from array import array
 from typing import Final
 
+from outrider.errors import InvalidRequest
 from outrider.hint_service.session_names import session_name
+from outrider.objective import Objective
 from outrider.observability.tracing import Span
 from outrider.sampling_params import Exactness, SamplingParams, SpeculationSettings
 from outrider.worker.session_checks import check_session
@@ -20,6 +22,7 @@ from target_worker.messages import (
     StartSession,
     TokensCommitted,
 )
+from target_worker.objectives import Aim
 
 NUMBERS_AT_END: Final = (
     *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
@@ -48,7 +51,14 @@ def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = mat
         cache_salt=request.cache_salt,
         owner=request.owner,
         prediction=array("I", request.prediction),
+        aim=_aim(request),
     )
+
+
+def _aim(request: target_pb2.GenerateRequest) -> Aim:
+    if not math.isfinite(request.decoding_ms) or request.decoding_ms < 0:
+        raise InvalidRequest("decoding_ms", f"decoding_ms is {request.decoding_ms}; permitted: 0 and more")
+    return Aim(Objective.from_proto(request.slo), request.decoding_ms, request.owner)
 
 
 def show(span: Span, action: Action) -> None:

@@ -12,6 +12,7 @@ from coordinator.api.answer.choice_writer import AnswerFormat, ChoiceWriter, Pie
 from coordinator.api.answer.json_text import to_json_text
 from coordinator.api.answer.single_answer import num_output_tokens
 from coordinator.intake.generation_request import GenerationSpec
+from coordinator.observability.statistics import slo_to_json
 from coordinator.output.text_output import PromptOutput, VisibleOutput
 from coordinator.recovery.resumption import ResumePoint
 from coordinator.request.choices import ChoiceOutput, RequestFinished
@@ -270,6 +271,8 @@ def metrics_json(spec: GenerationSpec, finished: RequestFinished) -> dict[str, A
             num_output_tokens=finished.num_output_tokens,
         ),
     }
+    if outcome := finished.outcome(spec.objective):
+        metrics["slo"] = slo_to_json(spec.objective, outcome)
     if spec.sampling.seed is not None:
         metrics["seed"] = spec.sampling.seed
     if spec.assignment is not None:

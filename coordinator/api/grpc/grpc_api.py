@@ -18,6 +18,7 @@ from coordinator.intake.generation_request import (
     GenerationSpec,
     Origin,
 )
+from coordinator.observability.statistics import outcome_of
 from coordinator.output.sequence_output import SequenceFinished
 from coordinator.output.text_output import PromptOutput, VisibleOutput
 from coordinator.recovery.journal_entry import JournalEntry
@@ -25,6 +26,7 @@ from coordinator.recovery.resumption import Claim, ResumePoint
 from coordinator.request.choices import ChoiceOutput, RequestFinished
 from coordinator.service.generation_service import GenerationService
 from outrider.errors import InvalidRequest, NotFound
+from outrider.objective import Objective
 from outrider.sampling_params import (
     MAX_BAD_WORDS,
     UINT32_MAX,
@@ -89,6 +91,7 @@ def read_request(request: generation_pb2.GenerationRequest, origin: Origin = NOW
         speculation=SpeculationSettings.from_proto(request.speculation)
         if request.HasField("speculation")
         else SpeculationSettings(),
+        objective=Objective.from_proto(request.slo),
         prediction=_read_prediction(request),
         deadline_s=request.deadline_ms / 1000 if request.deadline_ms else None,
         tenant=request.tenant,
@@ -194,7 +197,7 @@ def _chunk(spec: GenerationSpec, item: ChoiceOutput) -> generation_pb2.Generatio
             if spec.shows_logprobs:
                 chunk.logprobs.extend(output.logprobs)
         case SequenceFinished() as finished:
-            chunk.finished.CopyFrom(_finished(finished))
+            chunk.finished.CopyFrom(_finished(finished, spec.objective))
     return chunk
 
 
@@ -208,7 +211,8 @@ def _cut(logprobs: common_pb2.TokenLogprobs, num_top: int) -> common_pb2.TokenLo
     )
 
 
-def _finished(finished: SequenceFinished) -> generation_pb2.GenerationFinished:
+def _finished(finished: SequenceFinished, objective: Objective) -> generation_pb2.GenerationFinished:
+    outcome = outcome_of(objective, [(finished.times, finished.num_output_tokens)])
     return generation_pb2.GenerationFinished(
         finish_reason=finished.finish_reason,
         stop_reason="" if finished.stop_reason is None else str(finished.stop_reason),
@@ -219,4 +223,5 @@ def _finished(finished: SequenceFinished) -> generation_pb2.GenerationFinished:
         exactness=finished.exactness,
         time_to_first_token_ms=finished.times.time_to_first_token_ms or 0.0,
         generation_time_ms=finished.times.generation_ms,
+        slo_met=all(outcome.values()) if outcome else None,
     )

@@ -35,6 +35,7 @@ from coordinator.service.generation_service import GenerationService
 from coordinator.service.prompts import generate_each
 from outrider.canary.plan import ANY_DRAFT
 from outrider.errors import InvalidRequest, OutriderError, Unavailable
+from outrider.objective import NO_OBJECTIVE
 from outrider.sampling_params import BACKGROUND_PRIORITY
 
 _log = logging.getLogger(__name__)
@@ -105,4 +106,4 @@ def in_background(spec: GenerationSpec) -> GenerationSpec:
     """Copies a request so that it goes behind all others, and takes no part in a canary."""
     tenant = f"{LINES_PREFIX}{spec.request.tenant}"
     request = replace(spec.request, priority=BACKGROUND_PRIORITY, tenant=tenant)
-    return replace(spec, request=request, is_background=True, assignment=None, drafts=ANY_DRAFT)
+    return replace(spec, request=request, is_background=True, objective=NO_OBJECTIVE, assignment=None, drafts=ANY_DRAFT)

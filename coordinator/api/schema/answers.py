@@ -87,6 +87,9 @@ class Metrics(BaseModel):
         "the same"
     )
     speculative_decoding: dict[str, Any] = Field(description="counts of steps and hints, and acceptance")
+    slo: dict[str, Any] | None = Field(
+        default=None, description="with an objective: its times, and which of them were met"
+    )
 
 
 class Answer(BaseModel):

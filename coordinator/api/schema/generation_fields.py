@@ -27,6 +27,7 @@ from coordinator.intake.generation_request import (
     TENANT_CHARS_MAX,
 )
 from outrider.errors import InvalidRequest
+from outrider.objective import NO_OBJECTIVE, OBJECTIVE_MS_BOUNDS, Objective
 from outrider.sampling_params import (
     BOUNDS,
     DRAFT_PROBS_BITS,
@@ -106,6 +107,24 @@ class Speculation(Body):
         )
 
 
+class ServiceLevelObjective(Body):
+    """The times that the request aims at. It is counted as met or missed, and never ended or refused for it."""
+
+    ttft_ms: Annotated[float, described(OBJECTIVE_MS_BOUNDS)] | None = Field(
+        default=None, description="milliseconds from arrival to the first token"
+    )
+    tpot_ms: Annotated[float, described(OBJECTIVE_MS_BOUNDS)] | None = Field(
+        default=None, description="milliseconds per output token after the first, on average"
+    )
+
+    def to_objective(self) -> Objective:
+        """Converts the times. Raises InvalidRequest for one out of bounds."""
+        asked = {name: value for name in self.__class__.model_fields if (value := getattr(self, name)) is not None}
+        for name, value in asked.items():
+            OBJECTIVE_MS_BOUNDS.check(f"slo.{name}", value)
+        return Objective(**asked)
+
+
 class Prediction(Body):
     """The output that the client expects, such as a file before an edit. It makes the answer faster if it comes true,
     and never changes it."""
@@ -168,6 +187,7 @@ class GenerationBody(Body):
     request_id: Annotated[str, described(pattern=f"^[ -~]{{0,{REQUEST_ID_CHARS_MAX}}}$")] | None = None
     return_token_ids: bool | None = None
     speculation: Speculation = Field(default_factory=Speculation)
+    slo: ServiceLevelObjective | None = None
     prediction: Prediction | None = None
 
     def common_input(self, request_id: str, num_logprobs: int | None, logprobs_name: str) -> dict[str, Any]:
@@ -204,6 +224,7 @@ class GenerationBody(Body):
             "skip_special_tokens": self.skip_special_tokens,
             "speculation": speculation,
             "is_detailed": self.speculation.detail,
+            "objective": NO_OBJECTIVE if self.slo is None else self.slo.to_objective(),
             "prediction": None if self.prediction is None else self.prediction.to_text(),
             "tenant": self.user or "",
             "cache_salt": self.cache_salt or "",

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from coordinator.api.schema.body_parts import Body, described
 from coordinator.api.schema.chat_messages import ChatMessage
-from coordinator.api.schema.generation_fields import SEED_BOUNDS, Speculation
+from coordinator.api.schema.generation_fields import SEED_BOUNDS, ServiceLevelObjective, Speculation
 from coordinator.api.schema.openai_schema import ChatBody
 from coordinator.api.schema.tool_schema import Tool, ToolChoice
 from coordinator.intake.generation_request import (
@@ -60,6 +60,7 @@ class SharedFields(Body):
         default=None, description="id of the request in place of `X-Request-Id`"
     )
     speculation: Speculation = Field(default_factory=Speculation, description="whether and how hints are verified")
+    slo: ServiceLevelObjective | None = Field(default=None, description="times that the request aims at")
 
     @property
     def max_output(self) -> int | None:

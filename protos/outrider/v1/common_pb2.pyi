@@ -170,6 +170,14 @@ class SpeculationParams(_message.Message):
     always: bool
     def __init__(self, enabled: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., acceptance_rule: _Optional[_Union[AcceptanceRule, str]] = ..., num_draft_probs: _Optional[int] = ..., draft_probs_bits: _Optional[int] = ..., plain: _Optional[bool] = ..., always: _Optional[bool] = ...) -> None: ...
 
+class Objective(_message.Message):
+    __slots__ = ("ttft_ms", "tpot_ms")
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
+    ttft_ms: float
+    tpot_ms: float
+    def __init__(self, ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ...) -> None: ...
+
 class SpeculationStats(_message.Message):
     __slots__ = ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_stale_hints", "acceptance_histogram", "draft_length_histogram", "num_hint_bytes", "num_forced_tokens", "num_lookup_tokens", "num_outcomes", "num_predicted_outcomes", "num_ready_outcomes", "num_late_hints", "num_prediction_tokens", "num_accepted_prediction_tokens", "num_head_tokens", "num_accepted_head_tokens", "num_memory_tokens")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.outrider.v1 import common_pb2 as protos_dot_outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#protos/outrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x1fprotos/outrider/v1/common.proto\"\xed\x04\n\x11GenerationRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x34\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x18.outrider.v1.TokenPromptH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.outrider.v1.ChatPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x08 \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\t\n\x01n\x18\x0b \x01(\r\x12\x0f\n\x07\x62\x65st_of\x18\x0c \x01(\r\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12-\n\x0bresume_from\x18\x0f \x03(\x0b\x32\x18.outrider.v1.ResumePoint\x12\x10\n\x08priority\x18\x10 \x01(\x05\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12\x0b\n\x03run\x18\x12 \x01(\t\x12\x12\n\ncache_salt\x18\x13 \x01(\t\x12\x19\n\x0fprediction_text\x18\x14 \x01(\tH\x01\x12\x38\n\x14prediction_token_ids\x18\x15 \x01(\x0b\x32\x18.outrider.v1.TokenPromptH\x01\x42\x07\n\x05inputB\x0c\n\nprediction\"G\n\x0bResumePoint\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\thas_begun\x18\x02 \x01(\x08\x12\x11\n\thas_ended\x18\x03 \x01(\x08\"$\n\x0bTokenPrompt\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xab\x02\n\x0fGenerationChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12-\n\x07origins\x18\x04 \x03(\x0e\x32\x18.outrider.v1.TokenOriginB\x02\x10\x01\x12\x31\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1f.outrider.v1.GenerationFinished\x12\r\n\x05index\x18\x06 \x01(\r\x12,\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x0b\n\x03run\x18\t \x01(\t\"\xbd\x02\n\x12GenerationFinished\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12,\n\x05stats\x18\x05 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x30\n\rdecoding_mode\x18\x06 \x01(\x0e\x32\x19.outrider.v1.DecodingMode\x12\x1e\n\x16time_to_first_token_ms\x18\x07 \x01(\x02\x12\x1a\n\x12generation_time_ms\x18\x08 \x01(\x02\x12)\n\texactness\x18\t \x01(\x0e\x32\x16.outrider.v1.Exactness\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.outrider.v1.ModelInfo\"e\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x1a\n\x12num_target_workers\x18\x03 \x01(\r\x12\x19\n\x11num_draft_workers\x18\x04 \x01(\r2\xa7\x01\n\nGeneration\x12J\n\x08Generate\x12\x1e.outrider.v1.GenerationRequest\x1a\x1c.outrider.v1.GenerationChunk0\x01\x12M\n\nListModels\x12\x1e.outrider.v1.ListModelsRequest\x1a\x1f.outrider.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#protos/outrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x1fprotos/outrider/v1/common.proto\"\x92\x05\n\x11GenerationRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x34\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x18.outrider.v1.TokenPromptH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.outrider.v1.ChatPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x08 \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\t\n\x01n\x18\x0b \x01(\r\x12\x0f\n\x07\x62\x65st_of\x18\x0c \x01(\r\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12-\n\x0bresume_from\x18\x0f \x03(\x0b\x32\x18.outrider.v1.ResumePoint\x12\x10\n\x08priority\x18\x10 \x01(\x05\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12\x0b\n\x03run\x18\x12 \x01(\t\x12\x12\n\ncache_salt\x18\x13 \x01(\t\x12\x19\n\x0fprediction_text\x18\x14 \x01(\tH\x01\x12\x38\n\x14prediction_token_ids\x18\x15 \x01(\x0b\x32\x18.outrider.v1.TokenPromptH\x01\x12#\n\x03slo\x18\x16 \x01(\x0b\x32\x16.outrider.v1.ObjectiveB\x07\n\x05inputB\x0c\n\nprediction\"G\n\x0bResumePoint\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\thas_begun\x18\x02 \x01(\x08\x12\x11\n\thas_ended\x18\x03 \x01(\x08\"$\n\x0bTokenPrompt\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xab\x02\n\x0fGenerationChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12-\n\x07origins\x18\x04 \x03(\x0e\x32\x18.outrider.v1.TokenOriginB\x02\x10\x01\x12\x31\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1f.outrider.v1.GenerationFinished\x12\r\n\x05index\x18\x06 \x01(\r\x12,\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x0b\n\x03run\x18\t \x01(\t\"\xdf\x02\n\x12GenerationFinished\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12,\n\x05stats\x18\x05 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x30\n\rdecoding_mode\x18\x06 \x01(\x0e\x32\x19.outrider.v1.DecodingMode\x12\x1e\n\x16time_to_first_token_ms\x18\x07 \x01(\x02\x12\x1a\n\x12generation_time_ms\x18\x08 \x01(\x02\x12)\n\texactness\x18\t \x01(\x0e\x32\x16.outrider.v1.Exactness\x12\x14\n\x07slo_met\x18\n \x01(\x08H\x00\x88\x01\x01\x42\n\n\x08_slo_met\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.outrider.v1.ModelInfo\"e\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x1a\n\x12num_target_workers\x18\x03 \x01(\r\x12\x19\n\x11num_draft_workers\x18\x04 \x01(\r2\xa7\x01\n\nGeneration\x12J\n\x08Generate\x12\x1e.outrider.v1.GenerationRequest\x1a\x1c.outrider.v1.GenerationChunk0\x01\x12M\n\nListModels\x12\x1e.outrider.v1.ListModelsRequest\x1a\x1f.outrider.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,25 +39,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATIONCHUNK'].fields_by_name['origins']._loaded_options = None
   _globals['_GENERATIONCHUNK'].fields_by_name['origins']._serialized_options = b'\020\001'
   _globals['_GENERATIONREQUEST']._serialized_start=86
-  _globals['_GENERATIONREQUEST']._serialized_end=707
-  _globals['_RESUMEPOINT']._serialized_start=709
-  _globals['_RESUMEPOINT']._serialized_end=780
-  _globals['_TOKENPROMPT']._serialized_start=782
-  _globals['_TOKENPROMPT']._serialized_end=818
-  _globals['_CHATPROMPT']._serialized_start=820
-  _globals['_CHATPROMPT']._serialized_end=876
-  _globals['_CHATMESSAGE']._serialized_start=878
-  _globals['_CHATMESSAGE']._serialized_end=922
-  _globals['_GENERATIONCHUNK']._serialized_start=925
-  _globals['_GENERATIONCHUNK']._serialized_end=1224
-  _globals['_GENERATIONFINISHED']._serialized_start=1227
-  _globals['_GENERATIONFINISHED']._serialized_end=1544
-  _globals['_LISTMODELSREQUEST']._serialized_start=1546
-  _globals['_LISTMODELSREQUEST']._serialized_end=1565
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1567
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1627
-  _globals['_MODELINFO']._serialized_start=1629
-  _globals['_MODELINFO']._serialized_end=1730
-  _globals['_GENERATION']._serialized_start=1733
-  _globals['_GENERATION']._serialized_end=1900
+  _globals['_GENERATIONREQUEST']._serialized_end=744
+  _globals['_RESUMEPOINT']._serialized_start=746
+  _globals['_RESUMEPOINT']._serialized_end=817
+  _globals['_TOKENPROMPT']._serialized_start=819
+  _globals['_TOKENPROMPT']._serialized_end=855
+  _globals['_CHATPROMPT']._serialized_start=857
+  _globals['_CHATPROMPT']._serialized_end=913
+  _globals['_CHATMESSAGE']._serialized_start=915
+  _globals['_CHATMESSAGE']._serialized_end=959
+  _globals['_GENERATIONCHUNK']._serialized_start=962
+  _globals['_GENERATIONCHUNK']._serialized_end=1261
+  _globals['_GENERATIONFINISHED']._serialized_start=1264
+  _globals['_GENERATIONFINISHED']._serialized_end=1615
+  _globals['_LISTMODELSREQUEST']._serialized_start=1617
+  _globals['_LISTMODELSREQUEST']._serialized_end=1636
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1638
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1698
+  _globals['_MODELINFO']._serialized_start=1700
+  _globals['_MODELINFO']._serialized_end=1801
+  _globals['_GENERATION']._serialized_start=1804
+  _globals['_GENERATION']._serialized_end=1971
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerationRequest(_message.Message):
-    __slots__ = ("model", "prompt", "prompt_token_ids", "chat", "sampling", "speculation", "stop", "include_stop_str_in_output", "deadline_ms", "request_id", "n", "best_of", "echo", "bad_words", "resume_from", "priority", "tenant", "run", "cache_salt", "prediction_text", "prediction_token_ids")
+    __slots__ = ("model", "prompt", "prompt_token_ids", "chat", "sampling", "speculation", "stop", "include_stop_str_in_output", "deadline_ms", "request_id", "n", "best_of", "echo", "bad_words", "resume_from", "priority", "tenant", "run", "cache_salt", "prediction_text", "prediction_token_ids", "slo")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class GenerationRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_TEXT_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     prompt_token_ids: TokenPrompt
@@ -51,7 +52,8 @@ class GenerationRequest(_message.Message):
     cache_salt: str
     prediction_text: str
     prediction_token_ids: TokenPrompt
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., resume_from: _Optional[_Iterable[_Union[ResumePoint, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., run: _Optional[str] = ..., cache_salt: _Optional[str] = ..., prediction_text: _Optional[str] = ..., prediction_token_ids: _Optional[_Union[TokenPrompt, _Mapping]] = ...) -> None: ...
+    slo: _common_pb2.Objective
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., resume_from: _Optional[_Iterable[_Union[ResumePoint, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., run: _Optional[str] = ..., cache_salt: _Optional[str] = ..., prediction_text: _Optional[str] = ..., prediction_token_ids: _Optional[_Union[TokenPrompt, _Mapping]] = ..., slo: _Optional[_Union[_common_pb2.Objective, _Mapping]] = ...) -> None: ...
 
 class ResumePoint(_message.Message):
     __slots__ = ("num_tokens", "has_begun", "has_ended")
@@ -106,7 +108,7 @@ class GenerationChunk(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., finished: _Optional[_Union[GenerationFinished, _Mapping]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class GenerationFinished(_message.Message):
-    __slots__ = ("finish_reason", "stop_reason", "num_prompt_tokens", "num_output_tokens", "stats", "decoding_mode", "time_to_first_token_ms", "generation_time_ms", "exactness")
+    __slots__ = ("finish_reason", "stop_reason", "num_prompt_tokens", "num_output_tokens", "stats", "decoding_mode", "time_to_first_token_ms", "generation_time_ms", "exactness", "slo_met")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +118,7 @@ class GenerationFinished(_message.Message):
     TIME_TO_FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_TIME_MS_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    SLO_MET_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     stop_reason: str
     num_prompt_tokens: int
@@ -125,7 +128,8 @@ class GenerationFinished(_message.Message):
     time_to_first_token_ms: float
     generation_time_ms: float
     exactness: _common_pb2.Exactness
-    def __init__(self, finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., stats: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., decoding_mode: _Optional[_Union[_common_pb2.DecodingMode, str]] = ..., time_to_first_token_ms: _Optional[float] = ..., generation_time_ms: _Optional[float] = ..., exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ...) -> None: ...
+    slo_met: bool
+    def __init__(self, finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., stats: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., decoding_mode: _Optional[_Union[_common_pb2.DecodingMode, str]] = ..., time_to_first_token_ms: _Optional[float] = ..., generation_time_ms: _Optional[float] = ..., exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., slo_met: _Optional[bool] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

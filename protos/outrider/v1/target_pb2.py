@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.outrider.v1 import common_pb2 as protos_dot_outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x1fprotos/outrider/v1/common.proto\"\xdc\x02\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x12\n\nhint_token\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x13\n\x0bincarnation\x18\n \x01(\t\x12\x14\n\x0ctrial_tokens\x18\x0b \x01(\r\x12\r\n\x05owner\x18\x0c \x01(\t\x12\x16\n\nprediction\x18\r \x03(\rB\x02\x10\x01\"\x82\x02\n\rGenerateEvent\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.SessionStartedH\x00\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x17.outrider.v1.StepOutputH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.outrider.v1.SessionFinishedH\x00\x12-\n\x06prompt\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x12.\n\x07waiting\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SessionWaitingH\x00\x42\x07\n\x05\x65vent\"&\n\x0eSessionWaiting\x12\x14\n\x0cis_compiling\x18\x01 \x01(\x08\"m\n\x0eSessionStarted\x12\x30\n\rdecoding_mode\x18\x01 \x01(\x0e\x32\x19.outrider.v1.DecodingMode\x12)\n\texactness\x18\x02 \x01(\x0e\x32\x16.outrider.v1.Exactness\"V\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"\xd7\x02\n\nStepOutput\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12-\n\x07origins\x18\x02 \x03(\x0e\x32\x18.outrider.v1.TokenOriginB\x02\x10\x01\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x04 \x01(\r\x12\x0f\n\x07step_ms\x18\x05 \x01(\x02\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x12\n\nis_resting\x18\x07 \x01(\x08\x12\x1d\n\x15num_prediction_tokens\x18\x08 \x01(\r\x12&\n\x1enum_accepted_prediction_tokens\x18\t \x01(\r\x12,\n\x0bhint_source\x18\n \x01(\x0e\x32\x17.outrider.v1.HintSource\"\xa8\x02\n\x0fSessionFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12,\n\x05stats\x18\x05 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x10\n\x08queue_ms\x18\x06 \x01(\x02\x12\x12\n\nprefill_ms\x18\x07 \x01(\x02\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\t \x01(\rB\x10\n\x0e_stop_token_id\"`\n\x15SetSpeculationRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x33\n\x0bspeculation\x18\x02 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\"\x18\n\x16SetSpeculationResponse*{\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1a\n\x16\x46INISH_REASON_NO_TOKEN\x10\x03\x32\xec\x01\n\x06Target\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateEvent0\x01\x12Y\n\x0eSetSpeculation\x12\".outrider.v1.SetSpeculationRequest\x1a#.outrider.v1.SetSpeculationResponse\x12?\n\x07GetInfo\x12\x1b.outrider.v1.GetInfoRequest\x1a\x17.outrider.v1.WorkerInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x1fprotos/outrider/v1/common.proto\"\x96\x03\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x12\n\nhint_token\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x13\n\x0bincarnation\x18\n \x01(\t\x12\x14\n\x0ctrial_tokens\x18\x0b \x01(\r\x12\r\n\x05owner\x18\x0c \x01(\t\x12\x16\n\nprediction\x18\r \x03(\rB\x02\x10\x01\x12#\n\x03slo\x18\x0e \x01(\x0b\x32\x16.outrider.v1.Objective\x12\x13\n\x0b\x64\x65\x63oding_ms\x18\x0f \x01(\x02\"\x82\x02\n\rGenerateEvent\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.outrider.v1.SessionStartedH\x00\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x17.outrider.v1.StepOutputH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.outrider.v1.SessionFinishedH\x00\x12-\n\x06prompt\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x12.\n\x07waiting\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SessionWaitingH\x00\x42\x07\n\x05\x65vent\"&\n\x0eSessionWaiting\x12\x14\n\x0cis_compiling\x18\x01 \x01(\x08\"m\n\x0eSessionStarted\x12\x30\n\rdecoding_mode\x18\x01 \x01(\x0e\x32\x19.outrider.v1.DecodingMode\x12)\n\texactness\x18\x02 \x01(\x0e\x32\x16.outrider.v1.Exactness\"V\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"\xd7\x02\n\nStepOutput\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12-\n\x07origins\x18\x02 \x03(\x0e\x32\x18.outrider.v1.TokenOriginB\x02\x10\x01\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x04 \x01(\r\x12\x0f\n\x07step_ms\x18\x05 \x01(\x02\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x12\n\nis_resting\x18\x07 \x01(\x08\x12\x1d\n\x15num_prediction_tokens\x18\x08 \x01(\r\x12&\n\x1enum_accepted_prediction_tokens\x18\t \x01(\r\x12,\n\x0bhint_source\x18\n \x01(\x0e\x32\x17.outrider.v1.HintSource\"\xa8\x02\n\x0fSessionFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12,\n\x05stats\x18\x05 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x10\n\x08queue_ms\x18\x06 \x01(\x02\x12\x12\n\nprefill_ms\x18\x07 \x01(\x02\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\t \x01(\rB\x10\n\x0e_stop_token_id\"`\n\x15SetSpeculationRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x33\n\x0bspeculation\x18\x02 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\"\x18\n\x16SetSpeculationResponse*{\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1a\n\x16\x46INISH_REASON_NO_TOKEN\x10\x03\x32\xec\x01\n\x06Target\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateEvent0\x01\x12Y\n\x0eSetSpeculation\x12\".outrider.v1.SetSpeculationRequest\x1a#.outrider.v1.SetSpeculationResponse\x12?\n\x07GetInfo\x12\x1b.outrider.v1.GetInfoRequest\x1a\x17.outrider.v1.WorkerInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,26 +40,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPOUTPUT'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_STEPOUTPUT'].fields_by_name['origins']._loaded_options = None
   _globals['_STEPOUTPUT'].fields_by_name['origins']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=1701
-  _globals['_FINISHREASON']._serialized_end=1824
+  _globals['_FINISHREASON']._serialized_start=1759
+  _globals['_FINISHREASON']._serialized_end=1882
   _globals['_GENERATEREQUEST']._serialized_start=82
-  _globals['_GENERATEREQUEST']._serialized_end=430
-  _globals['_GENERATEEVENT']._serialized_start=433
-  _globals['_GENERATEEVENT']._serialized_end=691
-  _globals['_SESSIONWAITING']._serialized_start=693
-  _globals['_SESSIONWAITING']._serialized_end=731
-  _globals['_SESSIONSTARTED']._serialized_start=733
-  _globals['_SESSIONSTARTED']._serialized_end=842
-  _globals['_PROMPTLOGPROBS']._serialized_start=844
-  _globals['_PROMPTLOGPROBS']._serialized_end=930
-  _globals['_STEPOUTPUT']._serialized_start=933
-  _globals['_STEPOUTPUT']._serialized_end=1276
-  _globals['_SESSIONFINISHED']._serialized_start=1279
-  _globals['_SESSIONFINISHED']._serialized_end=1575
-  _globals['_SETSPECULATIONREQUEST']._serialized_start=1577
-  _globals['_SETSPECULATIONREQUEST']._serialized_end=1673
-  _globals['_SETSPECULATIONRESPONSE']._serialized_start=1675
-  _globals['_SETSPECULATIONRESPONSE']._serialized_end=1699
-  _globals['_TARGET']._serialized_start=1827
-  _globals['_TARGET']._serialized_end=2063
+  _globals['_GENERATEREQUEST']._serialized_end=488
+  _globals['_GENERATEEVENT']._serialized_start=491
+  _globals['_GENERATEEVENT']._serialized_end=749
+  _globals['_SESSIONWAITING']._serialized_start=751
+  _globals['_SESSIONWAITING']._serialized_end=789
+  _globals['_SESSIONSTARTED']._serialized_start=791
+  _globals['_SESSIONSTARTED']._serialized_end=900
+  _globals['_PROMPTLOGPROBS']._serialized_start=902
+  _globals['_PROMPTLOGPROBS']._serialized_end=988
+  _globals['_STEPOUTPUT']._serialized_start=991
+  _globals['_STEPOUTPUT']._serialized_end=1334
+  _globals['_SESSIONFINISHED']._serialized_start=1337
+  _globals['_SESSIONFINISHED']._serialized_end=1633
+  _globals['_SETSPECULATIONREQUEST']._serialized_start=1635
+  _globals['_SETSPECULATIONREQUEST']._serialized_end=1731
+  _globals['_SETSPECULATIONRESPONSE']._serialized_start=1733
+  _globals['_SETSPECULATIONRESPONSE']._serialized_end=1757
+  _globals['_TARGET']._serialized_start=1885
+  _globals['_TARGET']._serialized_end=2121
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_NO_TOKEN: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "token_ids", "num_prompt_tokens", "sampling", "speculation", "priority", "deadline_ms", "hint_token", "cache_salt", "incarnation", "trial_tokens", "owner", "prediction")
+    __slots__ = ("session_id", "token_ids", "num_prompt_tokens", "sampling", "speculation", "priority", "deadline_ms", "hint_token", "cache_salt", "incarnation", "trial_tokens", "owner", "prediction", "slo", "decoding_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,8 @@ class GenerateRequest(_message.Message):
     TRIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    DECODING_MS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -47,7 +49,9 @@ class GenerateRequest(_message.Message):
     trial_tokens: int
     owner: str
     prediction: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., hint_token: _Optional[str] = ..., cache_salt: _Optional[str] = ..., incarnation: _Optional[str] = ..., trial_tokens: _Optional[int] = ..., owner: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
+    slo: _common_pb2.Objective
+    decoding_ms: float
+    def __init__(self, session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., hint_token: _Optional[str] = ..., cache_salt: _Optional[str] = ..., incarnation: _Optional[str] = ..., trial_tokens: _Optional[int] = ..., owner: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., slo: _Optional[_Union[_common_pb2.Objective, _Mapping]] = ..., decoding_ms: _Optional[float] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("started", "step", "finished", "prompt", "waiting")

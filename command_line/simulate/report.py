@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from command_line.simulator.world import Outcome
 
 NUM_ENDED_FEW = 100
+COORDINATOR_FULL = 0.8
+"""Share of a coordinator replica's time above which its streams wait for it."""
 GROWTH = 1.2
 """Factor by which the requests in flight may grow during the measurement. A fleet with more does not keep up."""
 
@@ -83,6 +85,7 @@ def _figures(outcome: Outcome, first: Outcome) -> dict[str, str]:
         "acceptance length τ": figure(outcome.mean_acceptance_length, "{:.2f}"),
         "targets busy": figure(outcome.target_utilisation, "{:.0%}"),
         "drafts busy": figure(outcome.draft_utilisation, "{:.0%}"),
+        "coordinators busy": figure(outcome.coordinator_utilisation, "{:.0%}"),
         "sessions a step": figure(outcome.mean_batch, "{:.1f}"),
         "step, ms": figure(outcome.mean_step_ms, "{:.1f}"),
         "requests ended": f"{outcome.num_ended}",
@@ -125,6 +128,11 @@ def warnings(fleet: Fleet, outcomes: Sequence[Outcome]) -> list[str]:
             found.append(
                 f"{name}: more requests come than end ({before} in flight at first, {after} at last); latencies "
                 "grow as long as this lasts"
+            )
+        if (outcome.coordinator_utilisation or 0.0) > COORDINATOR_FULL:
+            found.append(
+                f"{name}: the coordinator is busy for {outcome.coordinator_utilisation:.0%} of the time and delays "
+                "steps; raise [network] coordinators"
             )
         if outcome.num_refused:
             found.append(f"{name}: {outcome.num_refused} requests were refused: no slot in time")

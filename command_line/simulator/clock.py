@@ -1,4 +1,4 @@
-"""Virtual time and network links.
+"""Virtual time, network links and busy processors.
 
 Deterministic: events of one moment happen in the order in which they were scheduled.
 """
@@ -49,3 +49,27 @@ class Link:
         longer = 1.0 + self._jitter * self._chance.expovariate(1.0) if self._jitter else 1.0
         self._last_s = max(self._clock.now_s + self._delay_s * longer, self._last_s)
         self._clock.at(self._last_s, take, *arguments)
+
+
+class Processor:
+    """Processor of one process: it handles items one after another, each for the same time."""
+
+    __slots__ = ("_clock", "_counts_s", "_free_s", "_item_s", "busy_s")
+
+    def __init__(self, clock: Clock, item_s: float, since_s: float, until_s: float) -> None:
+        """`busy_s` counts only what begins from `since_s` on and before `until_s`."""
+        self._clock, self._item_s, self._counts_s = clock, item_s, (since_s, until_s)
+        self._free_s = 0.0
+        self.busy_s = 0.0
+
+    def take(self, handle: Callable[[list[Any]], None], items: list[Any]) -> None:
+        """Handles the items, each when its time is over; at once if they take none."""
+        if not self._item_s:
+            handle(items)
+            return
+        since_s, until_s = self._counts_s
+        for item in items:
+            begin_s = max(self._clock.now_s, self._free_s)
+            self.busy_s += self._item_s * (since_s <= begin_s < until_s)
+            self._free_s = begin_s + self._item_s
+            self._clock.at(self._free_s, handle, [item])

@@ -12,7 +12,7 @@ from command_line.load.summary import percentile
 from command_line.simulator.fleet import DraftPool, Fleet, Network, RequestKind, TargetPool, Traffic
 from command_line.simulator.world import Outcome, World
 
-AT_ONCE = Network(worker_ms=0.0, coordinator_ms=0.0, jitter=0.0)
+AT_ONCE = Network(worker_ms=0.0, coordinator_ms=0.0, jitter=0.0, step_us=0.0)
 FREE = {"fixed_ms": 0.01, "token_ms": 0.0, "sequence_ms": 0.0}
 STEP = {"fixed_ms": 20.0, "token_ms": 0.0, "sequence_ms": 0.0, "hinted_sequence_ms": 0.0}
 
@@ -72,7 +72,7 @@ def test_a_lone_plain_stream_takes_a_step_a_token() -> None:
     fleet = Fleet(
         target=TargetPool(count=1, **STEP),  # type: ignore[arg-type]
         draft=DraftPool(count=0),
-        network=Network(worker_ms=0.0, coordinator_ms=3.0, jitter=0.0),
+        network=Network(worker_ms=0.0, coordinator_ms=3.0, jitter=0.0, step_us=0.0),
         traffic=Traffic(concurrency=1, warmup_s=0.0, seconds=20.0),
         kinds=(RequestKind(prompt_tokens=(100, 100), output_tokens=(50, 50)),),
     )
@@ -101,6 +101,30 @@ def test_plain_throughput_is_the_batch_over_the_step() -> None:
     assert outcome.tokens_per_s == pytest.approx(num_streams / step_ms * 1e3, rel=0.01)
     assert outcome.mean_batch == pytest.approx(num_streams, rel=0.01)
     assert outcome.target_utilisation == pytest.approx(1.0, abs=0.01)
+
+
+def busy_coordinator(coordinators: int) -> Outcome:
+    """100 streams whose steps take 20 ms, and 150 µs of a coordinator for each: 75 % of one replica's time."""
+    fleet = Fleet(
+        target=TargetPool(count=2, max_num_seqs=50, **STEP),  # type: ignore[arg-type]
+        draft=DraftPool(count=0),
+        network=replace(AT_ONCE, step_us=150.0, coordinators=coordinators),
+        traffic=Traffic(concurrency=100, warmup_s=5.0, seconds=5.0),
+        kinds=(RequestKind(prompt_tokens=(1, 1), output_tokens=(200, 200)),),
+    )
+    return World(fleet).run()
+
+
+def test_a_coordinator_takes_its_time_for_every_step_and_replicas_share_it() -> None:
+    one, two = busy_coordinator(1), busy_coordinator(2)
+    assert one.coordinator_utilisation == pytest.approx(0.75, rel=0.02)
+    assert two.coordinator_utilisation == pytest.approx(0.375, rel=0.05)
+    assert one.tpot_ms is not None
+    assert one.tpot_ms.p50 == pytest.approx(20.0, rel=0.01), "steps are late by the same time, so gaps are as long"
+    assert one.ttft_ms is not None
+    assert two.ttft_ms is not None
+    assert one.ttft_ms.p50 > two.ttft_ms.p50 + 1.0
+    assert World(lone_stream(0.0, 1)).run().coordinator_utilisation is None
 
 
 def one_place(load: float, seconds: float) -> Fleet:

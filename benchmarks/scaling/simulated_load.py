@@ -20,6 +20,7 @@ from benchmarks.shared.figures import percentile, rounded
 from benchmarks.shared.json_process import JsonProcess
 from benchmarks.shared.machine import machine
 from benchmarks.shared.options import given, report, say
+from command_line.simulate.report import STEP_US
 from command_line.simulator.fleet import DraftPool, Fleet, Network, RequestKind, TargetPool, Traffic
 from command_line.simulator.world import Outcome, World
 
@@ -160,7 +161,7 @@ def parse() -> argparse.Namespace:
         "--output-tokens", type=int, nargs=2, default=[40, 80], help="least and most (default: %(default)s)"
     )
     parser.add_argument(
-        "--step-us", type=float, default=Network().step_us,
+        "--step-us", type=float, default=STEP_US,
         help="of a coordinator's processor per step and stream, for the simulator (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--warmup-s", type=float, default=15.0, help="before the measurement (default: %(default)s)")

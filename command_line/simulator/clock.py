@@ -54,22 +54,28 @@ class Link:
 class Processor:
     """Processor of one process: it handles items one after another, each for the same time."""
 
-    __slots__ = ("_clock", "_counts_s", "_free_s", "_item_s", "busy_s")
+    __slots__ = ("_clock", "_counts_s", "_free_s", "_item_s", "num_items")
 
     def __init__(self, clock: Clock, item_s: float, since_s: float, until_s: float) -> None:
-        """`busy_s` counts only what begins from `since_s` on and before `until_s`."""
+        """Items take `item_s` each. Only those that begin from `since_s` on and before `until_s` are counted."""
         self._clock, self._item_s, self._counts_s = clock, item_s, (since_s, until_s)
         self._free_s = 0.0
-        self.busy_s = 0.0
+        self.num_items = 0
+
+    @property
+    def busy_s(self) -> float:
+        """Time that the counted items took."""
+        return self.num_items * self._item_s
 
     def take(self, handle: Callable[[list[Any]], None], items: list[Any]) -> None:
         """Handles the items, each when its time is over; at once if they take none."""
+        since_s, until_s = self._counts_s
         if not self._item_s:
+            self.num_items += len(items) * (since_s <= self._clock.now_s < until_s)
             handle(items)
             return
-        since_s, until_s = self._counts_s
         for item in items:
             begin_s = max(self._clock.now_s, self._free_s)
-            self.busy_s += self._item_s * (since_s <= begin_s < until_s)
+            self.num_items += since_s <= begin_s < until_s
             self._free_s = begin_s + self._item_s
             self._clock.at(self._free_s, handle, [item])

@@ -54,7 +54,8 @@ class Outcome:
     mean_acceptance_length: float | None  # over all steps, plain ones too
     target_utilisation: float
     draft_utilisation: float | None
-    coordinator_utilisation: float | None  # by steps, of the busiest replica
+    coordinator_steps_per_s: float  # of all streams and replicas
+    coordinator_utilisation: float | None  # of the busiest replica; None where steps take it no time
     mean_batch: float | None  # sessions in a target step
     mean_step_ms: float | None  # of the targets
     num_events: int
@@ -287,6 +288,7 @@ class World:
             mean_acceptance_length=1.0 + tally.num_accepted / tally.num_steps if tally.num_steps else None,
             target_utilisation=busy_s / seconds / len(targets),
             draft_utilisation=sum(draft.busy_s for draft in drafts) / seconds / len(drafts) if drafts else None,
+            coordinator_steps_per_s=sum(processor.num_items for processor in self._processors) / seconds,
             coordinator_utilisation=(
                 max(processor.busy_s for processor in self._processors) / seconds if fleet.network.step_us else None
             ),

@@ -134,7 +134,7 @@ def fleet_of(found: Mapping[str, Any], fitted: Mapping[Load, Rates]) -> Fleet:
             always_listen=True,
         ),
         draft=replace(draft, step_ms=slower(draft.step_ms, factor), sequence_ms=draft.sequence_ms * factor),
-        network=replace(fleet.network, coordinator_ms=fleet.network.worker_ms, step_us=0.0),  # there is none
+        network=replace(fleet.network, coordinator_ms=fleet.network.worker_ms),
     )
 
 

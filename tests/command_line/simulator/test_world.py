@@ -12,7 +12,7 @@ from command_line.load.summary import percentile
 from command_line.simulator.fleet import DraftPool, Fleet, Network, RequestKind, TargetPool, Traffic
 from command_line.simulator.world import Outcome, World
 
-AT_ONCE = Network(worker_ms=0.0, coordinator_ms=0.0, jitter=0.0, step_us=0.0)
+AT_ONCE = Network(worker_ms=0.0, coordinator_ms=0.0, jitter=0.0)
 FREE = {"fixed_ms": 0.01, "token_ms": 0.0, "sequence_ms": 0.0}
 STEP = {"fixed_ms": 20.0, "token_ms": 0.0, "sequence_ms": 0.0, "hinted_sequence_ms": 0.0}
 
@@ -72,7 +72,7 @@ def test_a_lone_plain_stream_takes_a_step_a_token() -> None:
     fleet = Fleet(
         target=TargetPool(count=1, **STEP),  # type: ignore[arg-type]
         draft=DraftPool(count=0),
-        network=Network(worker_ms=0.0, coordinator_ms=3.0, jitter=0.0, step_us=0.0),
+        network=Network(worker_ms=0.0, coordinator_ms=3.0, jitter=0.0),
         traffic=Traffic(concurrency=1, warmup_s=0.0, seconds=20.0),
         kinds=(RequestKind(prompt_tokens=(100, 100), output_tokens=(50, 50)),),
     )

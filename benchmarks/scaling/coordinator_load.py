@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -27,11 +28,13 @@ from benchmarks.shared.figures import percentile, rounded, spread
 from benchmarks.shared.json_process import JsonProcess
 from benchmarks.shared.machine import ROOT, machine
 from benchmarks.shared.options import given, report, say
+from benchmarks.shared.step_stamps import STAMP_CHARS
 
 ACTIVE, IDLE = "active", "idle"
 _OPEN_PER_S: Final = 150.0
 _PROMPT_TOKENS: Final = 16
-_TOKENS_MAX: Final = 1 << 16
+_STREAM_S: Final = 600.0
+"""Length of a stream: longer than a level, and short enough for its deadline by the targets' own forecast."""
 _IDLE_TARGETS: Final = 20
 
 
@@ -59,7 +62,7 @@ class Used(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one window of time measured."""
+    """Measurements of one window of time."""
 
     seconds: float
     num_steps: int
@@ -94,6 +97,7 @@ class System:
     front: Front
     active: JsonProcess
     idle: JsonProcess
+    output_tokens: int  # of a stream
 
     async def open(self, protocol: str, model: str, num: int) -> None:
         """Opens streams and waits until the coordinator has them: running, or waiting if they are idle."""
@@ -116,7 +120,7 @@ class System:
             num=num,
             per_s=_OPEN_PER_S,
             prompt_tokens=_PROMPT_TOKENS,
-            output_tokens=[_TOKENS_MAX, _TOKENS_MAX],
+            output_tokens=[self.output_tokens] * 2,
             repeats=False,
             stamps=model == ACTIVE,
             token_ids=self.active.facts["token_ids"],
@@ -149,7 +153,7 @@ async def system(arguments: argparse.Namespace, checkout: Path, redis_url: str) 
         fake_targets(IDLE, redis_url, **idle_flags) as idle,
         front(redis_url, num_active + _IDLE_TARGETS, hosting=arguments.hosting, checkout=checkout) as found,
     ):  # fmt: skip
-        yield System(found, active, idle)
+        yield System(found, active, idle, STAMP_CHARS * math.ceil(_STREAM_S * arguments.steps_per_s))
 
 
 async def window(found: System, seconds: float) -> Sample:

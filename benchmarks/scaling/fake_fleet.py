@@ -57,7 +57,7 @@ class Front:
     proxies: tuple[psutil.Process, ...]  # in front of it, if Ray Serve hosts it
 
     def address(self, protocol: str) -> str:
-        """Where clients of http or grpc connect."""
+        """Address for clients of http or grpc."""
         facts = self.coordinator.facts
         return str(facts["http"]).removeprefix("http://") if protocol == "http" else str(facts["grpc"])
 

@@ -39,7 +39,7 @@ _LINE_BYTES_MAX: Final = 1 << 20
 
 @dataclass(slots=True)
 class Counts:
-    """What all streams of a process received since the last `begin`. Times are in seconds."""
+    """Counts of what all streams of a process received since the last `begin`. Times are in seconds."""
 
     began_s: float = 0.0
     num_chunks: int = 0

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -45,13 +45,13 @@ _POSITIONS_MAX: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class _StepMetrics:
-    """What each step of a model's sequences is counted in."""
+    """Metrics of one model that every step of its sequences changes."""
 
-    gap: Any
-    drafts: Any
-    draft_tokens: Any
-    accepted: Any
-    accepted_at: list[Any] = field(default_factory=list)  # by position
+    gap: Histogram
+    drafts: Counter
+    draft_tokens: Counter
+    accepted: Counter
+    accepted_at: list[Counter] = field(default_factory=list)  # by position
 
 
 class CoordinatorMetrics:
@@ -238,8 +238,12 @@ class CoordinatorMetrics:
         """A model's own metrics of steps, found once: a search for each took longer than to count."""
         found = self._steps.get(model)
         if found is None:
-            metrics = (self.inter_token_latency, self.num_drafts, self.num_draft_tokens, self.num_accepted)
-            found = self._steps[model] = _StepMetrics(*(each.labels(model, _ENGINE) for each in metrics))
+            found = self._steps[model] = _StepMetrics(
+                gap=self.inter_token_latency.labels(model, _ENGINE),
+                drafts=self.num_drafts.labels(model, _ENGINE),
+                draft_tokens=self.num_draft_tokens.labels(model, _ENGINE),
+                accepted=self.num_accepted.labels(model, _ENGINE),
+            )
         return found
 
     def know(self, model: str) -> None:

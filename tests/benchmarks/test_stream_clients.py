@@ -1,4 +1,4 @@
-"""What the clients of many streams read from bytes that come in any pieces."""
+"""Clients of many streams find the events in bytes that come in any pieces."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which streams to open."""
+    """Streams to open, and their requests."""
 
     protocol: str
     address: str

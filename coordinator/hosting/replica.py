@@ -26,7 +26,6 @@ from coordinator.settings import CoordinatorSettings
 from outrider.concurrency import time_slices
 from outrider.observability import logs
 
-
 YOUNG_OBJECTS: Final = 20_000
 """Objects made and not freed between two searches for cyclic garbage, instead of Python's 700. Nearly all of ours are
 freed with their last reference, and with 500 streams the searches took 13 % of a replica's time."""

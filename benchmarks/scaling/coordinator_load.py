@@ -211,9 +211,12 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with registry() as url:
         for number in range(arguments.rounds):
             for name, checkout in list(checkouts.items())[:: -1 if number % 2 else 1]:
-                say(f"round {number + 1} of {arguments.rounds}, {name}")
-                async with system(arguments, checkout, url) as found:
-                    rounds[name].append(await measure(found, levels, arguments))
+                rounds[name].append([])
+                for protocol in arguments.protocol:  # anew for each: memory, and what coordinators learn of a load
+                    say(f"round {number + 1} of {arguments.rounds}, {name}, {protocol}")
+                    own = [level for level in levels if level.protocol == protocol]
+                    async with system(arguments, checkout, url) as found:
+                        rounds[name][-1] += await measure(found, own, arguments)
     return {"levels": {str(level): summary(rounds, index) for index, level in enumerate(levels)}}
 
 

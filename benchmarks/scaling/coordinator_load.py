@@ -2,7 +2,7 @@
 
 The coordinator is the real process. Target workers have the product's service and scheduler and no model; they, the
 clients and Redis are processes of their own. Streams commit four tokens a step at a rate that two cores can feed.
-`idle` streams are requests that wait for their first token at their target, which reports once a second.
+`idle` streams are requests that wait for a slot in the coordinator, but for a few that wait at their targets.
 
 For each number of streams it reports the coordinator's processor time per step and stream (user and system), its memory
 per stream, and the delay of a step from the target's commit to the client. The protocol `target` is the same without

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from command_line.simulator.world import Outcome
 
 NUM_ENDED_FEW = 100
+COORDINATOR_FULL = 0.8
+"""Share of a coordinator replica's time above which its streams wait for it."""
+STEP_US = 200.0
+"""Processor time of a coordinator per step and stream in µs, as measured (`python -m benchmarks coordinator_load`)."""
+US_PER_S = 1e6
 GROWTH = 1.2
 """Factor by which the requests in flight may grow during the measurement. A fleet with more does not keep up."""
 
@@ -83,6 +89,7 @@ def _figures(outcome: Outcome, first: Outcome) -> dict[str, str]:
         "acceptance length τ": figure(outcome.mean_acceptance_length, "{:.2f}"),
         "targets busy": figure(outcome.target_utilisation, "{:.0%}"),
         "drafts busy": figure(outcome.draft_utilisation, "{:.0%}"),
+        "coordinators busy": figure(outcome.coordinator_utilisation, "{:.0%}"),
         "sessions a step": figure(outcome.mean_batch, "{:.1f}"),
         "step, ms": figure(outcome.mean_step_ms, "{:.1f}"),
         "requests ended": f"{outcome.num_ended}",
@@ -126,9 +133,28 @@ def warnings(fleet: Fleet, outcomes: Sequence[Outcome]) -> list[str]:
                 f"{name}: more requests come than end ({before} in flight at first, {after} at last); latencies "
                 "grow as long as this lasts"
             )
+        found += _coordinator_warnings(name, fleet, outcome)
         if outcome.num_refused:
             found.append(f"{name}: {outcome.num_refused} requests were refused: no slot in time")
     return found
+
+
+def _coordinator_warnings(name: str, fleet: Fleet, outcome: Outcome) -> list[str]:
+    steps_per_s, num_replicas = outcome.coordinator_steps_per_s, fleet.network.coordinators
+    if fleet.network.step_us:
+        if (outcome.coordinator_utilisation or 0.0) <= COORDINATOR_FULL:
+            return []
+        return [
+            f"{name}: a coordinator is busy for {outcome.coordinator_utilisation:.0%} of the time, so that steps wait; "
+            "raise [network] coordinators"
+        ]
+    num_needed = math.ceil(steps_per_s * STEP_US / US_PER_S / COORDINATOR_FULL)
+    if num_needed <= num_replicas:
+        return []
+    return [
+        f"{name}: {steps_per_s:.0f} steps of all streams a second need about {num_needed} coordinator replicas, at "
+        f"{STEP_US:.0f} µs of a processor each; this has {num_replicas}, and step_us = 0 lets none of them wait"
+    ]
 
 
 def as_dict(fleet: Fleet, outcomes: Sequence[Outcome], best: Outcome | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Virtual time and network links.
+"""Virtual time, network links and busy processors.
 
 Deterministic: events of one moment happen in the order in which they were scheduled.
 """
@@ -49,3 +49,33 @@ class Link:
         longer = 1.0 + self._jitter * self._chance.expovariate(1.0) if self._jitter else 1.0
         self._last_s = max(self._clock.now_s + self._delay_s * longer, self._last_s)
         self._clock.at(self._last_s, take, *arguments)
+
+
+class Processor:
+    """Processor of one process: it handles items one after another, each for the same time."""
+
+    __slots__ = ("_clock", "_counts_s", "_free_s", "_item_s", "num_items")
+
+    def __init__(self, clock: Clock, item_s: float, since_s: float, until_s: float) -> None:
+        """Items take `item_s` each. Only those that begin from `since_s` on and before `until_s` are counted."""
+        self._clock, self._item_s, self._counts_s = clock, item_s, (since_s, until_s)
+        self._free_s = 0.0
+        self.num_items = 0
+
+    @property
+    def busy_s(self) -> float:
+        """Time that the counted items took."""
+        return self.num_items * self._item_s
+
+    def take(self, handle: Callable[[list[Any]], None], items: list[Any]) -> None:
+        """Handles the items, each when its time is over; at once if they take none."""
+        since_s, until_s = self._counts_s
+        if not self._item_s:
+            self.num_items += len(items) * (since_s <= self._clock.now_s < until_s)
+            handle(items)
+            return
+        for item in items:
+            begin_s = max(self._clock.now_s, self._free_s)
+            self.num_items += since_s <= begin_s < until_s
+            self._free_s = begin_s + self._item_s
+            self._clock.at(self._free_s, handle, [item])

@@ -103,6 +103,7 @@ class Network:
     coordinator_ms: float = real(0.5, "a message between coordinator and worker, one way", 0.0, 1e5)
     jitter: float = real(0.2, "mean extra delay, as a share (exponential)", 0.0, 100.0)
     coordinators: int = whole(1, "coordinator replicas; each learns the others' load with a delay", 1, 1000)
+    step_us: float = real(0.0, "processor time of a coordinator per step and stream, µs; 0: enough replicas", 0.0, 1e6)
     max_queue_wait_s: float = real(
         30.0, "longest wait in a coordinator for a slot; longer waits are refused", 0.001, 1e6
     )

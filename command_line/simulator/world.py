@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final
 
 from command_line.load.summary import Percentiles, percentiles_ms
-from command_line.simulator.clock import Clock, Link
+from command_line.simulator.clock import Clock, Link, Processor
 from command_line.simulator.coordinator import REFRESH_S, Coordinator
 from command_line.simulator.fleet import MS_PER_S, Fleet
 from command_line.simulator.streams import Reservations, Stream, record
@@ -26,6 +26,7 @@ from command_line.simulator.workers import DraftWorker, TargetWorker
 from draft_worker.messages import Action as DraftAction
 from target_worker.messages import Action
 
+_US_PER_S: Final = 1e6
 RETRY_S: Final = 1.0
 """Delay after which a refused client of a closed loop tries again."""
 _NUM_PARTS: Final = 200  # of a run, between two reports of progress
@@ -53,6 +54,8 @@ class Outcome:
     mean_acceptance_length: float | None  # over all steps, plain ones too
     target_utilisation: float
     draft_utilisation: float | None
+    coordinator_steps_per_s: float  # of all streams and replicas
+    coordinator_utilisation: float | None  # of the busiest replica; None where steps take it no time
     mean_batch: float | None  # sessions in a target step
     mean_step_ms: float | None  # of the targets
     num_events: int
@@ -117,6 +120,9 @@ class World:
             tuple(record("draft", number, fleet.draft.max_num_seqs, 0, longest) for number in range(len(self.drafts))),
         )
         self._replicas = [self._replica(number) for number in range(network.coordinators)]
+        self._processors = [
+            Processor(self.clock, network.step_us / _US_PER_S, self._since_s, self._until_s) for _ in self._replicas
+        ]
 
     def _target(self, number: int) -> TargetWorker:
         address = f"target:{number}"
@@ -173,7 +179,8 @@ class World:
         for action in actions:
             by_replica.setdefault(self._replica_of(action.session_id), []).append(action)
         for replica, own in by_replica.items():
-            self._link(sender, f"replica:{replica}").send(self._replicas[replica].on_target_actions, own)
+            take = partial(self._processors[replica].take, self._replicas[replica].on_target_actions)
+            self._link(sender, f"replica:{replica}").send(take, own)
 
     def _report(self, sender: str, action: DraftAction) -> None:
         replica = self._replica_of(action.session_id)
@@ -281,6 +288,10 @@ class World:
             mean_acceptance_length=1.0 + tally.num_accepted / tally.num_steps if tally.num_steps else None,
             target_utilisation=busy_s / seconds / len(targets),
             draft_utilisation=sum(draft.busy_s for draft in drafts) / seconds / len(drafts) if drafts else None,
+            coordinator_steps_per_s=sum(processor.num_items for processor in self._processors) / seconds,
+            coordinator_utilisation=(
+                max(processor.busy_s for processor in self._processors) / seconds if fleet.network.step_us else None
+            ),
             mean_batch=sum(target.num_items for target in targets) / num_steps if num_steps else None,
             mean_step_ms=busy_s * MS_PER_S / num_steps if num_steps else None,
             num_events=self.clock.num_events,

@@ -8,10 +8,11 @@ A replica is stateless: its knowledge is in the registry or in open requests.
 
 from __future__ import annotations
 
+import gc
 import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from fastapi import FastAPI
 
@@ -25,12 +26,17 @@ from coordinator.settings import CoordinatorSettings
 from outrider.concurrency import time_slices
 from outrider.observability import logs
 
+YOUNG_OBJECTS: Final = 20_000
+"""Objects made and not freed between two searches for cyclic garbage, instead of Python's 700. Nearly all of ours are
+freed with their last reference, and with 500 streams the searches took 13 % of a replica's time."""
+
 
 class Replica:
     """A replica as both hostings share it; open it on the event loop that serves requests."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
-        """Prepares this process, too: its logs, its turns on the processor. Raises ConfigurationError."""
+        """Prepares this process, too: its logs, its memory, its turns on the processor. Raises ConfigurationError."""
+        gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         time_slices.use_short_slices()  # beside a worker's model thread on a small machine
         logs.configure(
             settings.log_format,

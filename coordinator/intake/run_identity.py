@@ -102,6 +102,8 @@ class RunIdentity:
 
         A worker lost with several sequences counts once; one that the same sequence lost again counts again.
         """
+        if not self._lost_by:  # asked with every step
+            return self._num_losses_before
         lost = self._lost_by.values()
         return self._num_losses_before + max(len(set().union(*lost)), *map(len, lost), 0)
 

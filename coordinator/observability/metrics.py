@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -46,6 +47,17 @@ _FALLBACK_STATES: Final = ("speculating", "probing", "undrafted", "paused", "dis
 _POSITIONS_MAX: Final = 32
 
 
+@dataclass(frozen=True, slots=True)
+class _StepMetrics:
+    """Metrics of one model that every step of its sequences changes."""
+
+    gap: Histogram
+    drafts: Counter
+    draft_tokens: Counter
+    accepted: Counter
+    accepted_at: list[Counter] = field(default_factory=list)  # by position
+
+
 class CoordinatorMetrics:
     """All metrics of one replica, in a registry of its own so that two in one process do not collide."""
 
@@ -55,6 +67,7 @@ class CoordinatorMetrics:
         self._by_model: list[Counter | Gauge | Histogram] = []  # those whose labels are only `_LABELS`
         if files is not None:
             show_expiry(files, self.registry)
+        self._steps: dict[str, _StepMetrics] = {}  # by model, as many as the metrics have
         self._make_request_metrics()
         self._make_speculation_metrics()
         self._make_fleet_metrics()
@@ -219,15 +232,31 @@ class CoordinatorMetrics:
 
     def observe_gap(self, model: str, gap_s: float) -> None:
         """Observes the seconds between two chunks of one request."""
-        self.inter_token_latency.labels(model, _ENGINE).observe(gap_s)
+        self._of_steps(model).gap.observe(gap_s)
 
     def observe_step(self, model: str, num_draft_tokens: int, num_accepted: int) -> None:
         """Counts one target step of one request that verified at least one hint."""
-        self.num_drafts.labels(model, _ENGINE).inc()
-        self.num_draft_tokens.labels(model, _ENGINE).inc(num_draft_tokens)
-        self.num_accepted.labels(model, _ENGINE).inc(num_accepted)
-        for position in range(min(num_accepted, _POSITIONS_MAX)):
-            self.num_accepted_per_pos.labels(model, _ENGINE, str(position)).inc()
+        counters = self._of_steps(model)
+        counters.drafts.inc()
+        counters.draft_tokens.inc(num_draft_tokens)
+        counters.accepted.inc(num_accepted)
+        num_positions = min(num_accepted, _POSITIONS_MAX)
+        for position in range(len(counters.accepted_at), num_positions):
+            counters.accepted_at.append(self.num_accepted_per_pos.labels(model, _ENGINE, str(position)))
+        for at_position in counters.accepted_at[:num_positions]:
+            at_position.inc()
+
+    def _of_steps(self, model: str) -> _StepMetrics:
+        """A model's own metrics of steps, found once: a search for each took longer than to count."""
+        found = self._steps.get(model)
+        if found is None:
+            found = self._steps[model] = _StepMetrics(
+                gap=self.inter_token_latency.labels(model, _ENGINE),
+                drafts=self.num_drafts.labels(model, _ENGINE),
+                draft_tokens=self.num_draft_tokens.labels(model, _ENGINE),
+                accepted=self.num_accepted.labels(model, _ENGINE),
+            )
+        return found
 
     def know(self, model: str) -> None:
         """Exports a served model's metrics as 0: autoscalers and load tools need not wait for a first request, and

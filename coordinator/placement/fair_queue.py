@@ -73,6 +73,7 @@ class FairQueue:
         """`weights` of tenants are above 0; a tenant without one has weight 1."""
         self._weights = dict(weights or {})
         self._waiting: dict[int, dict[str, list[Ticket]]] = {}  # by priority and tenant
+        self._tickets: set[Ticket] = set()  # all that wait; a search in their lists is long
         self._num_waiting_of: Counter[str] = Counter()
         self._num_held_of: Counter[str] = Counter()  # slots
         self._served: dict[str, float] = {}  # virtual tokens by tenant
@@ -83,7 +84,7 @@ class FairQueue:
         return self._num_waiting_of.total()
 
     def __contains__(self, ticket: Ticket) -> bool:
-        return ticket in self._waiting.get(ticket.priority, {}).get(ticket.tenant, ())
+        return ticket in self._tickets
 
     def push(self, ticket: Ticket) -> None:
         """Adds a ticket; one that comes back keeps its position."""
@@ -96,12 +97,14 @@ class FairQueue:
             self._served[ticket.tenant] = max(self._served.get(ticket.tenant, 0.0), self._floor)
         line = self._waiting.setdefault(ticket.priority, {}).setdefault(ticket.tenant, [])
         insort(line, ticket, key=lambda each: each.arrival)
+        self._tickets.add(ticket)
         self._num_waiting_of[ticket.tenant] += 1
 
     def remove(self, ticket: Ticket) -> None:
         """Removes a ticket that has a slot or no longer waits."""
         by_tenant = self._waiting[ticket.priority]
         by_tenant[ticket.tenant].remove(ticket)
+        self._tickets.remove(ticket)
         if not by_tenant[ticket.tenant]:
             del by_tenant[ticket.tenant]
         if not by_tenant:

@@ -33,8 +33,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, Protocol, cast
 
+from redis.asyncio.client import Pipeline
 from redis.commands.core import AsyncScript
-from redis.exceptions import AuthenticationError, AuthorizationError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, AuthorizationError, NoScriptError, RedisError, ResponseError
 
 from outrider.errors import RegistryUnavailable
 from outrider.registry import scripts
@@ -117,7 +118,7 @@ class RegistryCalls(Protocol):
     ) -> int | None: ...
     async def renew(self, pool: Pool, incarnation: str, tokens: Sequence[str]) -> None: ...
     async def release(self, pool: Pool, incarnation: str, token: str) -> None: ...
-    async def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite: ...
+    async def write_journals(self, updates: Sequence[tuple[str, JournalUpdate]]) -> Sequence[JournalWrite]: ...
     async def read_journal(self, request_id: str) -> Mapping[str, str]: ...
     async def exchange_losses(self, once: Sequence[str], anew: Sequence[str]) -> Mapping[str, float]: ...
 
@@ -237,17 +238,32 @@ class Registry:
     async def release(self, pool: Pool, incarnation: str, token: str) -> None:
         await self.ask(self._client.zrem(f"{_prefix(pool)}r:{incarnation}", token))
 
-    async def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite:
-        """Sets fields of a stream's journal (`coordinator.recovery.journal`).
+    async def write_journals(self, updates: Sequence[tuple[str, JournalUpdate]]) -> Sequence[JournalWrite]:
+        """Sets fields of streams' journals (`coordinator.recovery.journal`), each with its request id, in one exchange
+        with Redis: one for each stream took 40 % of a coordinator's time.
 
-        They replace the journal unless another writer has begun since, or are added to what this writer has written. So
-        a call can be repeated at any time, and no clock but Redis' own decides between replicas.
+        They replace a journal unless another writer has begun since, or are added to what this writer has written. So
+        a call can be repeated at any time, and no clock but Redis' own decides between replicas. If it raises, some may
+        have been written.
         """
-        age_ms: str | int = "" if update.age_s is None else int(update.age_s * 1000)
-        arguments: list[str | int] = [*update.writer, int(update.life_s * 1000), age_ms]
-        arguments += [part for pair in update.fields.items() for part in pair]
-        key = f"or:journal:{request_id}"
-        return JournalWrite(int(await self.ask(self._write_journal(keys=[key], args=arguments))))
+        try:
+            answers = await self.ask(_answers(self._journal_calls(updates)))
+        except RegistryUnavailable as error:
+            if not isinstance(error.__cause__, NoScriptError):
+                raise
+            await self.ask(self._client.script_load(scripts.WRITE_JOURNAL))
+            answers = await self.ask(_answers(self._journal_calls(updates)))
+        return [JournalWrite(int(answer)) for answer in answers]
+
+    def _journal_calls(self, updates: Sequence[tuple[str, JournalUpdate]]) -> Pipeline:
+        calls = self._client.pipeline(transaction=False)
+        for request_id, update in updates:
+            age_ms: str | int = "" if update.age_s is None else int(update.age_s * 1000)
+            arguments: list[str | int] = [*update.writer, int(update.life_s * 1000), age_ms]
+            arguments += [part for pair in update.fields.items() for part in pair]
+            # Not the script itself: a pipeline asks before each use whether Redis has it.
+            calls.evalsha(self._write_journal.sha, 1, f"or:journal:{request_id}", *arguments)
+        return calls
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         """Reads all fields of a journal; empty when there is none."""
@@ -312,6 +328,16 @@ class Registry:
             if task is not None and task.cancelling() > num_cancellations:
                 raise asyncio.CancelledError
         return answer
+
+
+async def _answers(calls: Pipeline) -> list[Any]:
+    """Sends the calls and returns their answers. Raises the first error among them; redis-py's own would repeat the
+    call, which is a client's."""
+    answers: list[Any] = await calls.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, RedisError):
+            raise answer
+    return answers
 
 
 async def check_redis(url: str, wait_s: float = 0.0) -> None:

@@ -32,6 +32,8 @@ def count_sources(
     Returns how many were verified of a client's prediction and how many of them are in the output. There, a hint of the
     last position counts, too, though its token would have cost no other step.
     """
+    if not hints:  # nothing to count, and every session has many such steps
+        return 0, 0
     free, matched = (hints[: min(num, num_committed)] for num in (verdict.num_accepted, verdict.num_matched))
     stats.num_forced_tokens += _num_of(HintKind.FORCED, free)
     stats.num_lookup_tokens += _num_of(HintKind.LOOKUP, free)

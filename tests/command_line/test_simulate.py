@@ -144,6 +144,26 @@ def test_a_fleet_that_does_not_keep_up_is_pointed_out(fleet: Path) -> None:
     assert "requests were refused" in run(fleet, "--rate", 200, "--no-plain").stdout
 
 
+def test_a_fleet_whose_steps_are_too_many_for_its_coordinators_is_pointed_out(tmp_path: Path) -> None:
+    path = tmp_path / "fast.toml"
+    quick = SMALL.replace("[target]", "[target]\nfixed_ms = 0.5\ntoken_ms = 0.0\nsequence_ms = 0.0")
+    path.write_text(f"{quick}\n[network]\ncoordinator_ms = 0\n")
+    flags = ("--drafts", 0, "--seconds", 0.2, "--warmup-s", 0.2)
+    [without] = document(path, *flags)["outcomes"]
+    assert without["coordinator_steps_per_s"] > 5000
+    assert without["coordinator_utilisation"] is None
+    assert re.search(r"steps of all streams a second need about \d+ coordinator replicas", run(path, *flags).stdout)
+    path.write_text(f"{quick}\n[network]\ncoordinator_ms = 0\nstep_us = 200\n")
+    [busy] = document(path, *flags)["outcomes"]
+    assert busy["coordinator_utilisation"] > 0.9
+    assert busy["tokens_per_s"] < 0.6 * without["tokens_per_s"]
+    shown = run(path, *flags).stdout
+    assert "coordinators busy" in shown
+    assert "raise [network] coordinators" in shown
+    path.write_text(f"{quick}\n[network]\ncoordinator_ms = 0\nstep_us = 200\ncoordinators = 20\n")
+    assert "coordinator" not in run(path, *flags).stdout.replace("coordinators busy", "")
+
+
 @pytest.mark.parametrize(
     ("text", "flags", "words"),
     [

@@ -297,3 +297,16 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
+
+
+def test_a_ticket_is_in_the_queue_from_push_to_remove() -> None:
+    queue, first, second = FairQueue(), Ticket(tenant="a"), Ticket(tenant="a")
+    queue.push(first)
+    assert first in queue
+    assert second not in queue, "though it looks the same"
+    queue.push(second)
+    queue.remove(first)
+    assert first not in queue
+    assert second in queue
+    queue.push(first)
+    assert queue.in_order() == [first, second], "it keeps its position"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from outrider.errors import RegistryUnavailable
 from outrider.registry.registry import JournalUpdate, JournalWriter, Registry
 from tests.coordinator.fakes import eventually
 
+Updates = Sequence[tuple[str, JournalUpdate]]
 ENTRY = JournalEntry("chat", b'{"prompt": "\xc3\xa9"}', seed=7)
 
 
@@ -98,7 +100,7 @@ async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None
             {"payload": ""},
             {"kind": "chat", "payload": "", "0:0": "1 2 3"},
         ):
-            await registry.write_journal("r1", JournalUpdate(JournalWriter("w", 1), fields, 10, 0))
+            await registry.write_journals([("r1", JournalUpdate(JournalWriter("w", 1), fields, 10, 0))])
             assert await journal.load("r1") is None
 
 
@@ -143,7 +145,7 @@ async def test_an_entry_that_was_damaged_is_no_entry(registry: Registry, name: s
         assert stream is not None
         stream.add(0, [1, 2, 3])
         await loaded(journal, "r1", 3)
-        await registry.write_journal("r1", JournalUpdate(stream.writer, {name: value}, 10, None))
+        await registry.write_journals([("r1", JournalUpdate(stream.writer, {name: value}, 10, None))])
         assert await journal.load("r1") is None
 
 
@@ -276,18 +278,18 @@ async def test_a_write_that_is_late_does_not_replace_what_its_replica_began_late
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says how long ago its stream began as of when it was sent, so to Redis' clock that was later."""
-    write, sent, gate, done = registry.write_journal, asyncio.Event(), asyncio.Event(), asyncio.Event()
+    write, sent, gate, done = registry.write_journals, asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def late(request_id: str, update: JournalUpdate) -> Any:
-        monkeypatch.setattr(registry, "write_journal", write)
+    async def late(updates: Updates) -> Any:
+        monkeypatch.setattr(registry, "write_journals", write)
         sent.set()
         await gate.wait()
         try:
-            return await write(request_id, update)
+            return await write(updates)
         finally:
             done.set()
 
-    monkeypatch.setattr(registry, "write_journal", late)
+    monkeypatch.setattr(registry, "write_journals", late)
     async with Journal(registry, 3600) as journal:
         assert journal.begin("r1", ENTRY, deadline_s=10) is not None
         await sent.wait()
@@ -390,13 +392,13 @@ async def test_what_was_added_while_redis_was_away_is_written_later(registry: Re
 
 async def test_a_long_stream_is_written_in_parts(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one it was more than a script of Redis can take, which read as a Redis that was away."""
-    num_tokens, sizes, write = 2_000_000, list[int](), registry.write_journal
+    num_tokens, sizes, write = 2_000_000, list[int](), registry.write_journals
 
-    async def seen(request_id: str, update: JournalUpdate) -> Any:
-        sizes.append(len(update.fields))
-        return await write(request_id, update)
+    async def seen(updates: Updates) -> Any:
+        sizes.extend(len(update.fields) for _, update in updates)
+        return await write(updates)
 
-    monkeypatch.setattr(registry, "write_journal", seen)
+    monkeypatch.setattr(registry, "write_journals", seen)
     async with Journal(registry, 3600) as journal:
         stream = journal.begin("r1", ENTRY, deadline_s=10)
         assert stream is not None
@@ -413,6 +415,85 @@ async def test_a_long_stream_is_written_in_parts(registry: Registry, monkeypatch
         stream.add(0, [1])
         await journal._flush()
         assert sizes[num_before:] == [2], "the end of each sequence is written again, and no more"
+
+
+async def test_many_streams_are_written_in_a_few_exchanges(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, write = list[list[str]](), registry.write_journals
+
+    async def seen(updates: Updates) -> Any:
+        batches.append([request_id for request_id, _ in updates])
+        return await write(updates)
+
+    monkeypatch.setattr(registry, "write_journals", seen)
+    names = [f"r{number}" for number in range(150)]
+    async with Journal(registry, 3600) as journal, Journal(registry, 3600) as other:
+        streams = [journal.begin(name, ENTRY, deadline_s=10) for name in names]
+        for number, stream in enumerate(streams):
+            assert stream is not None
+            stream.add(0, [number])
+        await journal._flush()
+        assert [len(batch) for batch in batches] == [64, 64, 22]
+        assert [name for batch in batches for name in batch] == names
+        for number, name in enumerate(names):
+            entry = await other.load(name)
+            assert entry is not None
+            assert list(entry.token_ids[0]) == [number]
+        assert streams[70] is not None
+        streams[70].add(0, [7])
+        await journal._flush()
+        assert batches[3:] == [["r70"]], "streams without changes are left alone"
+
+
+async def test_one_stream_of_a_batch_that_another_replica_took_over_leaves_the_others(registry: Registry) -> None:
+    async with Journal(registry, 3600) as one, Journal(registry, 3600) as two:
+        mine = [one.begin(name, ENTRY, deadline_s=10) for name in ("r1", "r2", "r3")]
+        await one._flush()
+        assert two.begin("r2", replace(ENTRY, seed=99), deadline_s=10) is not None
+        await two._flush()
+        for stream in mine:
+            assert stream is not None
+            stream.add(0, [5])
+        await one._flush()
+        assert list(one._streams) == ["r1", "r3"]
+        assert [len((await loaded(two, name, 0)).token_ids) for name in ("r1", "r2", "r3")] == [1, 0, 1]
+
+
+async def test_a_batch_is_written_again_whole_when_redis_was_away(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = registry.write_journals
+
+    async def lost(updates: Updates) -> Any:
+        await write(updates[:1])  # the connection broke behind the first
+        raise RegistryUnavailable("gone")
+
+    async with Journal(registry, 3600) as journal:
+        streams = [journal.begin(name, ENTRY, deadline_s=10) for name in ("r1", "r2")]
+        await journal._flush()
+        for stream in streams:
+            assert stream is not None
+            stream.add(0, [1, 2])
+        with monkeypatch.context() as patched:
+            patched.setattr(registry, "write_journals", lost)
+            await journal._flush()
+        was_degraded = journal.is_degraded
+        await journal._flush()
+        assert (was_degraded, journal.is_degraded) == (True, False)
+        for name in ("r1", "r2"):
+            assert list((await loaded(journal, name, 2)).token_ids[0]) == [1, 2]
+
+
+async def test_a_redis_that_has_forgotten_its_scripts_is_given_them_again(registry: Registry, redis_url: str) -> None:
+    async with Journal(registry, 3600) as journal:
+        stream = journal.begin("r1", ENTRY, deadline_s=10)
+        assert stream is not None
+        await journal._flush()
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.script_flush()
+        stream.add(0, [4])
+        await journal._flush()
+        assert not journal.is_degraded
+        assert list((await loaded(journal, "r1", 1)).token_ids[0]) == [4]
 
 
 async def test_a_run_that_is_not_kept_leaves_nothing_of_an_earlier_one(registry: Registry) -> None:

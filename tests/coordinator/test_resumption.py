@@ -34,8 +34,8 @@ class Memory:
         self.stored: dict[str, dict[str, str]] = {}
         self.losses: dict[str, float] = {}
 
-    async def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite:
-        return write_journal(self.stored, request_id, update, time.monotonic())
+    async def write_journals(self, updates: Sequence[tuple[str, JournalUpdate]]) -> Sequence[JournalWrite]:
+        return [write_journal(self.stored, request_id, update, time.monotonic()) for request_id, update in updates]
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         return self.stored.get(request_id, {})

@@ -46,7 +46,7 @@ async def test_a_worker_keeps_its_lease_and_sees_nothing_else(folder: Path, pool
     worker, coordinator = Registry(url_of(folder, pool)), Registry(url_of(folder, "coordinator"))
     record = record_of(pool, "127.0.0.1:1", "fingerprint")
     try:
-        await coordinator.write_journal("r", UPDATE)
+        await coordinator.write_journals([("r", UPDATE)])
         assert (await coordinator.exchange_losses(["a"], [])).keys() == {"a"}
         assert await worker.write(record, await worker.join(pool))
         assert [each.worker_id for each in (await coordinator.read(pool)).workers] == [record.worker_id]
@@ -54,7 +54,7 @@ async def test_a_worker_keeps_its_lease_and_sees_nothing_else(folder: Path, pool
             worker.read(other),
             worker.join(other),
             worker.read_journal("r"),
-            worker.write_journal("r", UPDATE),
+            worker.write_journals([("r", UPDATE)]),
             worker.exchange_losses([], []),
         ):
             with pytest.raises(RegistryUnavailable, match="no permissions"):

@@ -134,11 +134,11 @@ class RegistryClient:
     async def release(self, pool: Pool, incarnation: str, token: str) -> None:
         await self._ask(pool, lambda model, now: model.release(incarnation, token))
 
-    async def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite:
+    async def write_journals(self, updates: Sequence[tuple[str, JournalUpdate]]) -> Sequence[JournalWrite]:
         def write(redis: Redis, reply: Callable[[Any], None]) -> None:
-            reply(redis.write_journal(request_id, update))
+            reply([redis.write_journal(request_id, update) for request_id, update in updates])
 
-        return cast(JournalWrite, await self._question(write, _REGISTRY_TIMEOUT_S))
+        return cast("Sequence[JournalWrite]", await self._question(write, _REGISTRY_TIMEOUT_S))
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         def read(redis: Redis, reply: Callable[[Any], None]) -> None:

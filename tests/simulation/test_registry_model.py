@@ -157,7 +157,7 @@ def test_the_model_keeps_a_journal_as_redis_does(redis_url: str, steps: list[Jou
                 client.delete("or:journal:r1")
                 stored.clear()
                 continue
-            assert await registry.write_journal("r1", step) is write_journal(stored, "r1", step, 1000.0)
+            assert await registry.write_journals([("r1", step)]) == [write_journal(stored, "r1", step, 1000.0)]
             there, expected = dict(await registry.read_journal("r1")), dict(stored.get("r1", {}))
             there.pop("begun_ms", None), expected.pop("begun_ms", None)
             assert there == expected

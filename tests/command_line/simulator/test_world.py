@@ -103,6 +103,30 @@ def test_plain_throughput_is_the_batch_over_the_step() -> None:
     assert outcome.target_utilisation == pytest.approx(1.0, abs=0.01)
 
 
+def busy_coordinator(coordinators: int) -> Outcome:
+    """100 streams whose steps take 20 ms, and 150 µs of a coordinator for each: 75 % of one replica's time."""
+    fleet = Fleet(
+        target=TargetPool(count=2, max_num_seqs=50, **STEP),  # type: ignore[arg-type]
+        draft=DraftPool(count=0),
+        network=replace(AT_ONCE, step_us=150.0, coordinators=coordinators),
+        traffic=Traffic(concurrency=100, warmup_s=5.0, seconds=5.0),
+        kinds=(RequestKind(prompt_tokens=(1, 1), output_tokens=(200, 200)),),
+    )
+    return World(fleet).run()
+
+
+def test_a_coordinator_takes_its_time_for_every_step_and_replicas_share_it() -> None:
+    one, two = busy_coordinator(1), busy_coordinator(2)
+    assert one.coordinator_utilisation == pytest.approx(0.75, rel=0.02)
+    assert two.coordinator_utilisation == pytest.approx(0.375, rel=0.05)
+    assert one.tpot_ms is not None
+    assert one.tpot_ms.p50 == pytest.approx(20.0, rel=0.01), "steps are late by the same time, so gaps are as long"
+    assert one.ttft_ms is not None
+    assert two.ttft_ms is not None
+    assert one.ttft_ms.p50 > two.ttft_ms.p50 + 1.0
+    assert World(lone_stream(0.0, 1)).run().coordinator_utilisation is None
+
+
 def one_place(load: float, seconds: float) -> Fleet:
     """Poisson arrivals, one place, every service one step of 20 ms."""
     return Fleet(

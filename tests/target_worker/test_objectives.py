@@ -189,8 +189,8 @@ class TestRows:
     def test_are_needed_only_where_they_help(self, is_right: bool) -> None:
         serving = Serving(replace(LIMITS, may_pause=True))
         for number in range(4):
-            serving.ask(f"{number}", aim=aim(11.5), is_right=is_right, num_tokens=60)
-        for _ in range(9):
+            serving.ask(f"{number}", aim=aim(11.5), is_right=is_right, num_tokens=300)
+        for _ in range(20):
             serving.turn()
         assert {each.needs_hints for each in serving.scheduler._slots.running.values()} == {is_right}
 

@@ -12,16 +12,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from outrider.hints.hint_intake import IntakeShares
 from outrider.hints.step_cost import StepCost
 from outrider.hints.trials import Trials
-from target_worker.scheduling.session import Session
 
 MIN_GAIN = 1.02
 """Speed on all cores, relative to the own ones, from which these are shared: draft workers are better left alone."""
 NUM_FIRST_STEPS = 32
 """Steps on the own cores before sharing is tried; later trials are as rare as others."""
+
+
+class Decoding(Protocol):
+    """A session, as far as the choice depends on it."""
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens without KV: more than one while its prompt is read."""
+
+    def can_expect_hints(self) -> bool:
+        """Whether a draft worker follows it and its hints are accepted."""
 
 
 class CoreSharing:
@@ -47,7 +58,7 @@ class CoreSharing:
             self._trials[size] = Trials(is_on, min_gain=MIN_GAIN, num_steady=NUM_FIRST_STEPS)
         return self._trials[size]
 
-    def choose(self, sessions: Sequence[Session]) -> StepCost:
+    def choose(self, sessions: Sequence[Decoding]) -> StepCost:
         """Chooses the cores of the step of these sessions that comes; returns what such steps cost."""
         only_decodes = all(session.num_pending == 1 for session in sessions)
         self._is_hinted = only_decodes and any(session.can_expect_hints() for session in sessions)

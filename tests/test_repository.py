@@ -39,6 +39,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("registry", "canary", "grammar", "hints"),
         *(
             "engine.options",
+            "engine.threads",
             "engine.device",
             "engine.chunk_cost",
             "engine.kv",
@@ -83,6 +84,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "objectives",
         "messages",
         "admission",
+        "core_sharing",
         "scheduling",
         "local_heads",
         "runner",

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import cast
 
 import pytest
 
 from outrider.hints.hint_intake import IntakeShares
 from outrider.hints.trials import NUM_STEADY_STEPS_MAX, NUM_TRIAL_STEPS_MAX
 from target_worker.core_sharing import NUM_FIRST_STEPS, CoreSharing
-from target_worker.scheduling.session import Session
 
 NUM_SEEDS = 16
 ALL, NOBODY = IntakeShares(1.0, 1.0), IntakeShares(1.0, 0.0)
@@ -20,7 +18,7 @@ ALL, NOBODY = IntakeShares(1.0, 1.0), IntakeShares(1.0, 0.0)
 
 @dataclass
 class Asking:
-    """What the choice reads of a session."""
+    """A session, as far as the choice depends on it."""
 
     num_pending: int = 1
     is_hinted: bool = True
@@ -29,8 +27,8 @@ class Asking:
         return self.is_hinted
 
 
-def sessions(count: int, **facts: int | bool) -> list[Session]:
-    return [cast(Session, Asking(**facts)) for _ in range(count)]  # type: ignore[arg-type]
+def sessions(count: int, num_pending: int = 1, *, is_hinted: bool = True) -> list[Asking]:
+    return [Asking(num_pending, is_hinted) for _ in range(count)]
 
 
 @dataclass
@@ -91,7 +89,7 @@ def test_it_follows_a_change_of_the_load(before: float, after: float) -> None:
         ([*sessions(7, is_hinted=False), *sessions(1)], False),
     ],
 )
-def test_draft_workers_at_work_are_left_alone_where_that_is_faster(batch: list[Session], uses_all_cores: bool) -> None:
+def test_draft_workers_at_work_are_left_alone_where_that_is_faster(batch: list[Asking], uses_all_cores: bool) -> None:
     cores = CoreSharing()
     for size in (2, 8):
         Machine(0.5).run(cores, 500, size=size)

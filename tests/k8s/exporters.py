@@ -66,6 +66,8 @@ def _coordinator(files: TlsFiles) -> CollectorRegistry:
     times = RequestTimes(0.0, first_token_s=1.0, last_chunk_s=2.0, end_s=2.0, queue_ms=1.0, prefill_ms=1.0)
     for reason in ("stop", "length"):
         metrics.observe_end(_MODEL, reason, 3, 5, times)
+    for is_met in (True, False):
+        metrics.observe_objective(_MODEL, {"ttft": is_met, "tpot": is_met})
     for state in (*(each.name.lower() for each in FallbackState), "undrafted"):
         metrics.move_fallback(_MODEL, None, state)
         metrics.fallback_transitions.labels(state).inc()

@@ -211,7 +211,7 @@ class TwoCores:
 
     @property
     def draft(self) -> WorkerThreads:
-        return draft_threads(self._plan, 1)[0]
+        return draft_threads(self._plan, None, 1)[0]
 
 
 def worker_words(threads: WorkerThreads) -> list[str]:

@@ -88,11 +88,13 @@ def target_threads(plan: CorePlan, num_threads: int | None, num_ranks: int) -> l
     return found
 
 
-def draft_threads(plan: CorePlan, num_ranks: int) -> list[WorkerThreads]:
-    """Those of every draft worker."""
+def draft_threads(plan: CorePlan, num_threads: int | None, num_ranks: int) -> list[WorkerThreads]:
+    """Those of every draft worker; `num_threads`: of each, wherever it runs."""
     shared = {core for cores in plan.shared for core in cores}
     nice = ("nice", "-n", str(NICENESS))
-    return [
-        WorkerThreads.on(own, num_ranks)._replace(through=nice if shared.intersection(own) else ())
-        for own in plan.drafts
-    ]
+    found = []
+    for own in plan.drafts:
+        threads = WorkerThreads.on(own, num_ranks)
+        through = nice if shared.intersection(own) else ()
+        found.append(threads._replace(num_threads=num_threads or threads.num_threads, through=through))
+    return found

@@ -268,7 +268,7 @@ def worker_specs(
         size = deployment.draft_tensor_parallel_size
         specs += [
             _worker_spec("draft", i, deployment.draft, deployment, threads, size, run_id, words)
-            for i, threads in enumerate(draft_threads(plan, size))
+            for i, threads in enumerate(draft_threads(plan, deployment.draft_threads, size))
         ]
     return specs + [_memory_spec(i, deployment, run_id) for i in range(deployment.num_memory_workers)]
 

@@ -96,6 +96,13 @@ def test_a_target_that_cannot_change_its_threads_leaves_the_drafts_core_alone(gi
     assert "nice" not in draft.command
 
 
+@pytest.mark.parametrize("affinity", list(Affinity))
+def test_numbers_of_threads_hold_wherever_workers_run(affinity: Affinity) -> None:
+    given = replace(PAIR, target_threads=3, draft_threads=2, affinity=affinity)
+    target, draft = worker_specs(given, range(5), "abc")
+    assert (flags(target.command)["--num-threads"], flags(draft.command)["--num-threads"]) == ("3", "2")
+
+
 def test_a_target_with_two_threads_uses_both_cores_in_every_step() -> None:
     target, draft = worker_specs(replace(PAIR, target_threads=2), [0, 1], "abc")
     assert flags(target.command)["--cpu-affinity"] == "0,1"

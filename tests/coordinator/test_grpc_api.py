@@ -40,7 +40,7 @@ async def test_each_unset_field_has_the_default_that_it_has_over_http(
     """0 is a value like any other: an unset temperature samples, a temperature of 0 does not."""
     target = clusters.target()
     asked = request(sampling=common_pb2.SamplingParams(**given))
-    async with clusters.open([target]) as cluster:
+    async with clusters.open([target], settings={"seed_requests": False}) as cluster:
         chunks = [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
         answer = await cluster.client.post("/v1/completions", json={"prompt": "import"} | given)
         assert answer.status_code == 200

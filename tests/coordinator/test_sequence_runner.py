@@ -258,7 +258,7 @@ class TestPriors:
             for _ in range(20):
                 await anext(items)
             await items.aclose()
-            key = PriorKey("demo", "text/free/rejection")
+            key = PriorKey("demo", "text/free/coupled")
             evidence = service.environment.speculation.priors.evidence(key, service.environment.now_s())
         assert evidence.num_judged == pytest.approx(1, rel=0.05)
         assert evidence.num_paused == 0

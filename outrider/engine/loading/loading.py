@@ -101,7 +101,7 @@ def load_model(config: EngineOptions, group: RankGroup | None = None) -> Engine:
         _use_device(engine, is_plain=all(layer.is_plain for layer in layers))
     probe_logits = _check_against(engine, expected)
     engine.numerics = _describe(engine, forms, probe_logits)
-    if config.num_threads_beside_draft is not None:
+    if config.num_threads_beside_draft is not None and device == "cpu":
         _share_cores(engine)
     _return_freed_memory()
     return engine

@@ -18,8 +18,7 @@ class CorePlan:
 
 
 NICENESS = 5
-"""Lower priority of a draft worker whose cores a target uses, too: a step waits for the last of its threads. Beside the
-grown demo target that gave 1.17 times the speed of cores apart instead of 1.09, with one stream."""
+"""Lower priority of a draft worker whose cores a target uses, too: a step waits for the last of its threads."""
 SHARED_WORTH = 0.25
 """Least part that a draft worker's cores must add to a target's for the target to use them, too."""
 

@@ -184,6 +184,17 @@ class TestSeeds:
         assert "seed" not in greedy
         assert own["seed"] == 5
 
+    async def test_grpc_tells_it_too(self, clusters: ClusterFactory) -> None:
+        target = clusters.target()
+        async with clusters.open([target]) as cluster:
+            told = []
+            for temperature in (1, 0):
+                sampling = common_pb2.SamplingParams(max_tokens=4, temperature=temperature)
+                asked = generation_pb2.GenerationRequest(prompt="hi", sampling=sampling)
+                told.append([chunk async for chunk in grpc_api.generate(cluster.service, asked)][-1].finished)
+        assert told[0].seed == target.requests[0].sampling.seed
+        assert not told[1].HasField("seed")
+
 
 class TestNoTokenLeft:
     async def test_the_parameters_that_forbid_are_named(self, clusters: ClusterFactory) -> None:

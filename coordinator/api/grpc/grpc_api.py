@@ -197,7 +197,7 @@ def _chunk(spec: GenerationSpec, item: ChoiceOutput) -> generation_pb2.Generatio
             if spec.shows_logprobs:
                 chunk.logprobs.extend(output.logprobs)
         case SequenceFinished() as finished:
-            chunk.finished.CopyFrom(_finished(finished, spec.objective))
+            chunk.finished.CopyFrom(_finished(finished, spec))
     return chunk
 
 
@@ -211,8 +211,8 @@ def _cut(logprobs: common_pb2.TokenLogprobs, num_top: int) -> common_pb2.TokenLo
     )
 
 
-def _finished(finished: SequenceFinished, objective: Objective) -> generation_pb2.GenerationFinished:
-    outcome = outcome_of(objective, [(finished.times, finished.num_output_tokens)])
+def _finished(finished: SequenceFinished, spec: GenerationSpec) -> generation_pb2.GenerationFinished:
+    outcome = outcome_of(spec.objective, [(finished.times, finished.num_output_tokens)])
     return generation_pb2.GenerationFinished(
         finish_reason=finished.finish_reason,
         stop_reason="" if finished.stop_reason is None else str(finished.stop_reason),
@@ -224,4 +224,5 @@ def _finished(finished: SequenceFinished, objective: Objective) -> generation_pb
         time_to_first_token_ms=finished.times.time_to_first_token_ms or 0.0,
         generation_time_ms=finished.times.generation_ms,
         slo_met=all(outcome.values()) if outcome else None,
+        seed=spec.sampling.seed,
     )

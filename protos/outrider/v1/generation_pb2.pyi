@@ -108,7 +108,7 @@ class GenerationChunk(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., finished: _Optional[_Union[GenerationFinished, _Mapping]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class GenerationFinished(_message.Message):
-    __slots__ = ("finish_reason", "stop_reason", "num_prompt_tokens", "num_output_tokens", "stats", "decoding_mode", "time_to_first_token_ms", "generation_time_ms", "exactness", "slo_met")
+    __slots__ = ("finish_reason", "stop_reason", "num_prompt_tokens", "num_output_tokens", "stats", "decoding_mode", "time_to_first_token_ms", "generation_time_ms", "exactness", "slo_met", "seed")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class GenerationFinished(_message.Message):
     GENERATION_TIME_MS_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     SLO_MET_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     stop_reason: str
     num_prompt_tokens: int
@@ -129,7 +130,8 @@ class GenerationFinished(_message.Message):
     generation_time_ms: float
     exactness: _common_pb2.Exactness
     slo_met: bool
-    def __init__(self, finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., stats: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., decoding_mode: _Optional[_Union[_common_pb2.DecodingMode, str]] = ..., time_to_first_token_ms: _Optional[float] = ..., generation_time_ms: _Optional[float] = ..., exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., slo_met: _Optional[bool] = ...) -> None: ...
+    seed: int
+    def __init__(self, finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., stats: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., decoding_mode: _Optional[_Union[_common_pb2.DecodingMode, str]] = ..., time_to_first_token_ms: _Optional[float] = ..., generation_time_ms: _Optional[float] = ..., exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ..., slo_met: _Optional[bool] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

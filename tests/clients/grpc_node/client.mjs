@@ -130,13 +130,15 @@ await check("Generate: a temperature of 0 is greedy", async () => {
 await check("Generate: unset fields have the defaults of the HTTP API", async () => {
   for (const sampling of [undefined, {}, { top_k: 5 }]) {
     const answer = await ask({ sampling });
-    expect(answer.decoding_mode, "DECODING_MODE_REJECTION");
+    expect(answer.decoding_mode, "DECODING_MODE_COUPLED");
     expect(answer.finish_reason === "stop" || answer.num_output_tokens === 16, true);
   }
 });
 await check("Generate: a seed repeats the output", async () => {
   const sampling = { seed: "7", max_tokens: 20 };
   expect((await ask({ sampling })).text, (await ask({ sampling })).text);
+  const { text, seed } = await ask({ sampling: { max_tokens: 20 } });
+  expect((await ask({ sampling: { max_tokens: 20, seed } })).text, text);
 });
 await check("Generate: a value out of its bound is refused", async () => {
   expect(await codeOf(ask({ sampling: { top_p: 0 } })), grpc.status.INVALID_ARGUMENT);

@@ -77,7 +77,15 @@ def _() -> None:
 @check("Generate: unset fields have the defaults of the HTTP API")
 def _() -> None:
     finished = generated(sampling=common_pb2.SamplingParams(top_k=5))[-1].finished
-    equal(finished.decoding_mode, common_pb2.DECODING_MODE_REJECTION)
+    equal(finished.decoding_mode, common_pb2.DECODING_MODE_COUPLED)
+
+
+@check("Generate: the seed of an answer repeats it")
+def _() -> None:
+    one = generated(sampling=common_pb2.SamplingParams(max_tokens=20))
+    seed = one[-1].finished.seed
+    other = generated(sampling=common_pb2.SamplingParams(max_tokens=20, seed=seed))
+    equal("".join(chunk.text for chunk in one), "".join(chunk.text for chunk in other))
 
 
 @check("Generate: bad values are refused with the name of the field")

@@ -86,6 +86,7 @@ class Setup:
     vllm_preload: Sequence[Path]
     num_speculative_tokens: int  # of the peers; Outrider chooses per step
     batch_max: int
+    max_model_len: int = MAX_MODEL_LEN  # prompt and output
 
 
 def check_memory(setup: Setup) -> None:
@@ -125,6 +126,7 @@ async def running_systems(setup: Setup) -> AsyncIterator[tuple[dict[System, Runn
                 vllm_python=setup.vllm_python,
                 num_speculative_tokens=setup.num_speculative_tokens,
                 max_num_seqs=setup.batch_max,
+                max_model_len=setup.max_model_len,
             )
             peer = await Peer.start(system.name, command, peer_environment(system, setup.vllm_preload))
             stack.push_async_callback(peer.stop)
@@ -146,7 +148,7 @@ async def _start_outrider(
 ) -> dict[System, Running]:
     """Starts one target worker on core 0, with `is_shared` also on core 1, and one draft worker per draft on core 1;
     one draft at a time has load."""
-    common = ["--max-model-len", str(MAX_MODEL_LEN)]
+    common = ["--max-model-len", str(setup.max_model_len)]
     modes = [system.mode for system in ours if system.mode != PLAIN]
     pair = await stack.enter_async_context(
         worker_pair(

@@ -15,6 +15,8 @@ which has no core of its own.
 
 Outrider's outputs with and without a draft must be equal, or the exit status is 1. Other systems round differently;
 the number of their outputs that equal ours is only reported.
+
+`--prompt-tokens 2000 --tokens 1` compares times to the first token of long prompts: a turn is nothing else then.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ import argparse
 import asyncio
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,28 +35,29 @@ from typing import Any
 from benchmarks.peers.measure import Setup, check_memory, measure, running_systems
 from benchmarks.peers.process import PeerError, add_turn_arguments, add_vllm_arguments, check_vllm, idle_costs
 from benchmarks.peers.summary import num_differing, summarize
-from benchmarks.peers.systems import DRAFT, WEAK, Family, all_systems, select
+from benchmarks.peers.systems import DRAFT, MAX_MODEL_LEN, WEAK, Family, all_systems, select
 from benchmarks.shared import plot
+from benchmarks.shared.long_models import lengthen
 from benchmarks.shared.machine import machine
 from benchmarks.shared.options import given, parser_of, report, say, target_model
 from demo.corpus import held_out_prompts
 from outrider.text.tokenizer import Tokenizer
 
+CHARS_PER_TOKEN_MAX = 6
+
 
 async def run(arguments: argparse.Namespace, setup: Setup) -> dict[str, Any]:
     """Runs the benchmark; returns the result without the machine's description."""
     num_asked = sum(-(-arguments.prompts // batch) * batch for batch in arguments.batch)
-    with target_model(arguments) as target:
-        setup = replace(setup, target=target)
+    with target_model(arguments) as target, lengthened(replace(setup, target=target)) as setup:
         check_memory(setup)
-        tokenizer = Tokenizer(target)
-        texts = held_out_prompts((arguments.rounds + arguments.warmup) * num_asked, seed=arguments.seed)
+        prompts = held_out(target, (arguments.rounds + arguments.warmup) * num_asked, arguments)
         async with running_systems(setup) as (running, facts):
             pids = {system.name: each.pids for system, each in running.items()}
             idle = await idle_costs(pids, seconds=2.0)
             turns = await measure(
                 running,
-                iter([tokenizer.encode(text) for text in texts]),
+                iter(prompts),
                 batches=arguments.batch,
                 num_prompts=arguments.prompts,
                 num_tokens=arguments.tokens,
@@ -64,6 +70,33 @@ async def run(arguments: argparse.Namespace, setup: Setup) -> dict[str, Any]:
         "num_outrider_texts_that_differ": num_differing(turns),
         **summarize(turns),
     }
+
+
+@contextmanager
+def lengthened(setup: Setup) -> Iterator[Setup]:
+    """The setup, with lengthened copies of its models where they are made for less; deleted afterwards."""
+    if setup.max_model_len <= MAX_MODEL_LEN:
+        yield setup
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        target = lengthen(setup.target, Path(scratch) / "target", setup.max_model_len)
+        drafts = {
+            mode: lengthen(folder, Path(scratch) / mode, setup.max_model_len) for mode, folder in setup.drafts.items()
+        }
+        yield replace(setup, target=target, drafts=drafts)
+
+
+def held_out(target: Path, count: int, arguments: argparse.Namespace) -> list[list[int]]:
+    """Token ids of held-out prompts, with `--prompt-tokens` of that length."""
+    tokenizer, num_tokens = Tokenizer(target), arguments.prompt_tokens
+    if num_tokens is None:
+        return [tokenizer.encode(text) for text in held_out_prompts(count, seed=arguments.seed)]
+    num_chars = CHARS_PER_TOKEN_MAX * num_tokens
+    texts = held_out_prompts(count, seed=arguments.seed, chars_min=num_chars, chars_max=num_chars)
+    prompts = [tokenizer.encode(text)[:num_tokens] for text in texts]
+    if any(len(prompt) < num_tokens for prompt in prompts):
+        raise PeerError(f"--prompt-tokens {num_tokens}: a text of {num_chars} characters has fewer with this tokenizer")
+    return prompts
 
 
 def draw(path: Path, result: dict[str, Any], title: str) -> None:
@@ -92,6 +125,9 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, Setup]:
     )
     add_turn_arguments(parser)
     parser.add_argument("--num-speculative-tokens", type=int, default=5, help="of the peers (default %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="length of all prompts; by default most have 27 to 190 tokens"
+    )
     arguments = parser.parse_args(argv)
     drafts = {DRAFT: arguments.draft} | ({WEAK: arguments.weak_draft} if arguments.weak_draft else {})
     known = all_systems(has_vllm=arguments.vllm_python is not None, has_weak_draft=WEAK in drafts)
@@ -107,6 +143,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, Setup]:
         arguments.vllm_preload,
         arguments.num_speculative_tokens,
         max(arguments.batch),
+        max((arguments.prompt_tokens or 0) + arguments.tokens, MAX_MODEL_LEN),
     )
 
 

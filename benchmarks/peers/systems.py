@@ -88,6 +88,7 @@ def peer_command(
     vllm_python: Path | None,
     num_speculative_tokens: int,
     max_num_seqs: int,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> list[str]:
     """Command of a peer's process, to run in the folder above `benchmarks`. `drafts` by mode."""
     settings = {
@@ -95,7 +96,7 @@ def peer_command(
         "draft": None if system.mode == PLAIN else str(drafts[system.mode].resolve()),
         "cores": list(range(system.num_target_cores)),
         "num_speculative_tokens": num_speculative_tokens,
-        "max_model_len": MAX_MODEL_LEN,
+        "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
     }
     python = str(vllm_python) if system.family is Family.VLLM else sys.executable

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.serving.long_models import long_models
 from benchmarks.shared import plot
 from benchmarks.shared.figures import percentile, spread
+from benchmarks.shared.long_models import long_models
 from benchmarks.shared.machine import machine
 from benchmarks.shared.options import given, parser_of, report, say, target_model
 from benchmarks.shared.worker_pair import Generation, WorkerPair, worker_pair

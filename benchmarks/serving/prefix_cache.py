@@ -22,9 +22,9 @@ import httpx
 import tokenizers
 
 from benchmarks.serving.http_servers import MODEL_NAME, running_outrider
-from benchmarks.serving.long_models import long_models
 from benchmarks.shared import plot
 from benchmarks.shared.figures import spread
+from benchmarks.shared.long_models import long_models
 from benchmarks.shared.machine import machine
 from benchmarks.shared.options import given, parser_of, report, say, target_model
 from command_line.client import COMPLETIONS, new_client, stream

@@ -9,6 +9,9 @@ so this is an upper bound. Rows of a tree are priced like those of a path: a mas
 text. `--draft` may name an EAGLE-3 head, which has the target's features of all tokens but the last committed one.
 `over_path` compares the best of each kind where rows cost what they cost here; `over_path_free_rows` compares their
 tokens per step for equal numbers of hints, which is the gain where rows cost nothing.
+
+`--temperature 1` decodes coupled, with another seed for each prompt: the two models agree less often then, and
+alternatives are worth more.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import itertools
 import operator
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ from outrider.engine.heads.loading import feature_source, load_head
 from outrider.engine.layers.features import packed
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.options import Device, EngineOptions
-from outrider.engine.sampling.sampling import greedy_choices
+from outrider.engine.sampling.sampling import likely_choices
 from outrider.hints.hint_tree import ROOT_ID
 from outrider.sampling_params import SamplingParams
 from outrider.text.tokenizer import Tokenizer
@@ -55,6 +58,7 @@ class Generated:
 
     prompt: list[int]
     output: list[int]
+    sampling: SamplingParams
     features: bytes = b""  # of all tokens but the last one, as they travel; empty where no head reads them
 
     def commit(
@@ -71,18 +75,26 @@ class Generated:
         )
 
 
-def generate(target: Engine, prompt: list[int], num_tokens: int) -> Generated:
-    """Greedy output of the target, with the features that it keeps for a head."""
+def sampling_of(temperature: float, seed: int, num_tokens: int) -> SamplingParams:
+    """Greedy or, above a temperature of 0, coupled decoding."""
+    own_seed = seed if temperature > 0.0 else None
+    return SamplingParams(temperature=temperature, seed=own_seed, max_tokens=num_tokens, ignore_eos=True)
+
+
+def generate(target: Engine, prompt: list[int], sampling: SamplingParams) -> Generated:
+    """Output of the target, with the features that it keeps for a head."""
     kv = target.new_sequence()
     output: list[int] = []
     fed = prompt
-    while len(output) < num_tokens:
+    while len(output) < sampling.max_tokens:
         kv.extend(len(fed))
-        fed = greedy_choices(target.forward([SequenceChunk(kv, fed, 1)]))
+        logits = target.forward([SequenceChunk(kv, fed, 1)])
+        ((token_id,),), _ = likely_choices(logits, sampling, sampling.seed or 0, [kv.length], 1)
+        fed = [token_id]
         output += fed
     features = b"" if target.features is None else packed(target.features, kv.slots(0, kv.length))
     kv.free()
-    return Generated(prompt, output, features)
+    return Generated(prompt, output, sampling, features)
 
 
 def steps_of(
@@ -111,8 +123,8 @@ def steps_of(
     scheduler = DraftScheduler(limits, draft.allocator, draft.vocab_size, new_features=new_features)
     index = TokenIndex()
     index.append(generated.prompt)
-    greedy = SamplingParams(temperature=0.0, max_tokens=len(generated.output) + num_nodes, ignore_eos=True)
-    scheduler.handle(AttachSession("a", 1, "target:1", list(generated.prompt), greedy, 1))
+    sampling = replace(generated.sampling, max_tokens=len(generated.output) + num_nodes)
+    scheduler.handle(AttachSession("a", 1, "target:1", list(generated.prompt), sampling, sampling.seed or 1))
     scheduler.handle(generated.commit(0, 0, 0))
     steps = []
     at = 0
@@ -199,6 +211,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12, help="held-out prompts (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=150, help="per prompt (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="of step times (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     parser.add_argument("--alternatives", type=int, default=4, help="of a tree node (default %(default)s)")
     arguments = parser.parse_args()
     if arguments.prompts < 1 or arguments.rounds < 1:
@@ -215,8 +228,8 @@ def main() -> None:
         sizes = sorted({1, *(n + 1 for n in NUM_NODES)})
         medians = measure({"": target}, arguments.rounds, sizes)[""]
         texts = [
-            generate(target, tokenizer.encode(text), arguments.tokens)
-            for text in held_out_prompts(arguments.prompts, seed=1)
+            generate(target, tokenizer.encode(text), sampling_of(arguments.temperature, seed, arguments.tokens))
+            for seed, text in enumerate(held_out_prompts(arguments.prompts, seed=1))
         ]
     ways = {PATH: (0, False), TREE: (arguments.alternatives, False), BRANCHES: (0, True)}
     steps = {
@@ -232,5 +245,6 @@ def main() -> None:
     }
     times = StepTimes.measured([(int(n), ms) for n, ms in medians.items()])
     name = arguments.target.name + (", grown" if arguments.grown else "")
-    result = {"machine": machine(), "target": name, "draft": arguments.draft.name, **summarize(steps, times)}
+    asked = {"target": name, "draft": arguments.draft.name, "temperature": arguments.temperature}
+    result = {"machine": machine(), **asked, **summarize(steps, times)}
     report(arguments, result, draw)

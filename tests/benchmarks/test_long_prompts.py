@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving import long_prompts, prefix_cache
-from benchmarks.serving.long_models import lengthen
+from benchmarks.shared.long_models import lengthen
 from benchmarks.shared.worker_pair import Generation
 from command_line.checkout import DEMO_TARGET
 from demo.corpus import held_out_prompts

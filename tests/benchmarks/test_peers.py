@@ -6,12 +6,13 @@ import argparse
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.peers.peers import draw, parse
+from benchmarks.peers.peers import draw, held_out, lengthened, parse
 from benchmarks.peers.process import Peer, PeerError, check_vllm, decode_rate
 from benchmarks.peers.summary import Turn, num_differing, summarize
 from benchmarks.peers.systems import (
@@ -208,3 +209,19 @@ def test_the_machine_is_described() -> None:
     described = machine()
     assert described["hardware"]
     assert {"cores", "memory_gib", "torch", "transformers", "commit", "measured_at"} <= set(described)
+
+
+def test_prompts_of_a_length_have_it_and_models_long_enough_for_them() -> None:
+    arguments, setup = parse(["--prompt-tokens", "900", "--tokens", "1"])
+    assert setup.max_model_len == 901
+    prompts = held_out(setup.target, 2, arguments)
+    assert [len(prompt) for prompt in prompts] == [900, 900]
+    assert prompts[0] != prompts[1]
+    with lengthened(replace(setup, max_model_len=2001)) as longer:
+        models = [longer.target, *longer.drafts.values()]
+        assert {json.loads((model / "config.json").read_text())["max_position_embeddings"] for model in models} == {
+            2001
+        }
+    assert not longer.target.exists()
+    with lengthened(parse([])[1]) as usual:
+        assert usual.target == setup.target

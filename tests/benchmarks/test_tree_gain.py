@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.speculation.tree_gain import PATH, TREE, Generated, generate, steps_of, summarize
+from benchmarks.speculation.tree_gain import PATH, TREE, Generated, generate, sampling_of, steps_of, summarize
 from command_line.tune.times import StepTimes
 from tests import models
 from tests.engine.sequences import text
@@ -16,14 +16,22 @@ from tests.exactness.in_process import LARGE, engine
 
 def test_a_draft_that_is_never_wrong_gives_all_of_its_path_and_one_token_more() -> None:
     engine = models.engine("llama")
-    said = generate(engine, text(12, 1, engine.vocab_size), 30)
+    said = generate(engine, text(12, 1, engine.vocab_size), sampling_of(0.0, 0, 30))
     assert set(steps_of(engine, said, 3, 0)) == {(4, 4)}
     engine.allocator.check_integrity([])
 
 
+def test_a_draft_that_knows_the_seed_of_a_sampled_text_is_never_wrong_either() -> None:
+    engine = models.engine("llama")
+    said = generate(engine, text(12, 1, engine.vocab_size), sampling_of(1.0, 7, 30))
+    other = generate(engine, text(12, 1, engine.vocab_size), sampling_of(1.0, 8, 30))
+    assert said.output != other.output
+    assert set(steps_of(engine, said, 3, 0)) == {(4, 4)}
+
+
 def test_a_tree_holds_what_its_rows_are_worth_at_the_most() -> None:
     engine, other = models.engine("llama"), models.engine("llama", "float32", 1)
-    said = generate(engine, text(12, 1, engine.vocab_size), 60)
+    said = generate(engine, text(12, 1, engine.vocab_size), sampling_of(0.0, 0, 60))
     for num_alternatives in (0, 4):
         steps = steps_of(other, said, 6, num_alternatives)
         assert all(7 <= rows <= 8 and 1 <= tokens <= rows for rows, tokens in steps)
@@ -44,7 +52,7 @@ def test_trees_are_judged_by_tokens_for_time() -> None:
 def test_what_stood_earlier_in_the_text_is_a_branch_that_costs_its_rows() -> None:
     other = models.engine("llama", "float32", 1)
     prompt = text(12, 1, other.vocab_size)
-    said = Generated(prompt, [*prompt, *prompt])
+    said = Generated(prompt, [*prompt, *prompt], sampling_of(0.0, 0, 24))
     for has_lookup in (False, True):
         steps = steps_of(other, said, 4, 0, has_lookup=has_lookup)
         assert all(5 <= rows <= (9 if has_lookup else 5) for rows, _ in steps)
@@ -54,7 +62,7 @@ def test_what_stood_earlier_in_the_text_is_a_branch_that_costs_its_rows() -> Non
 def test_a_head_drafts_behind_the_features_of_its_target() -> None:
     target = engine(LARGE, "tree gain")
     head = head_engine(target)
-    said = generate(target, list(LARGE_PROMPTS[2]), 30)
+    said = generate(target, list(LARGE_PROMPTS[2]), sampling_of(0.0, 0, 30))
     assert len(said.features) == 2 * WIDTH * (len(said.prompt) + len(said.output) - 1)
     steps = steps_of(head, said, 3, 2)
     assert sum(tokens for _, tokens in steps) >= 30 - 4, "the text was gone through"

@@ -30,6 +30,7 @@ from outrider.engine.sampling.sampling import (
     draft_distributions,
     greedy_choices,
     keyed_scores,
+    likely_coupled_choices,
     most_likely,
     probabilities,
     sample_draft,
@@ -327,6 +328,30 @@ class TestCompiledChoices:
             keys = coupled_keys(width, range(40))
             expected = keyed_scores(probs, keys).argmax(dim=-1)
             assert torch.equal(coupled_choices(probs, keys), expected)
+
+    @pytest.mark.parametrize("width", [*range(1, 20), 100, 1003, 32_000])
+    @pytest.mark.parametrize("count", [1, 2, 5, 33])
+    def test_the_likely_ones_are_the_greatest_scores_in_falling_order(self, width: int, count: int) -> None:
+        generator = torch.Generator().manual_seed(width)
+        for sharpness in (0.5, 3.0, 30.0):
+            probs = torch.softmax(sharpness * torch.randn(20, width, generator=generator), dim=-1)
+            keys = coupled_keys(width, range(20))
+            scores = keyed_scores(probs, keys)
+            best = torch.topk(scores / scores.sum(dim=-1, keepdim=True), min(count, width), dim=-1)
+            token_ids, shares = likely_coupled_choices(probs, keys, count)
+            found, exact = torch.tensor(shares), best.values.float()
+            is_possible = exact > 0.0
+            assert torch.equal(torch.tensor(token_ids)[is_possible], best.indices[is_possible])
+            assert bool((found <= exact + 1e-6).all())
+            assert bool((found >= 0.5 * exact).all())
+
+    def test_of_few_possible_tokens_the_rest_has_no_share(self) -> None:
+        probs = torch.zeros(1, 100)
+        probs[0, [7, 31]] = 0.5
+        (token_ids,), (shares,) = likely_coupled_choices(probs, coupled_keys(1, [0]), 4)
+        assert set(token_ids[:2]) == {7, 31}
+        assert min(shares[:2]) > 0.0
+        assert shares[2:] == [0.0, 0.0]
 
     def test_tokens_without_a_chance_are_never_chosen(self) -> None:
         generator = torch.Generator().manual_seed(1)

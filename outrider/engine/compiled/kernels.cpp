@@ -413,7 +413,7 @@ INLINE void most_likely(const float* logits, int64_t num_rows, int64_t width, in
 
 }  // namespace
 
-EXPORT int32_t kernels_version() { return 7; }
+EXPORT int32_t kernels_version() { return 8; }
 
 EXPORT void add_rms_norm_bfloat16(BFloat16* residual, const BFloat16* addend, const BFloat16* weight, BFloat16* output, int64_t num_rows, int64_t width, float epsilon) {
   add_rms_norm(residual, addend, weight, output, num_rows, width, epsilon);

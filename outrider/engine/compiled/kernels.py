@@ -20,7 +20,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 7  # of the signatures; change it together with kernels_version() in kernels.cpp
+VERSION = 8  # of the signatures; change it together with kernels_version() in kernels.cpp
 HEAD_DIMS = (16, 32, 64, 128)
 NUM_MEMBER_FIELDS = 6
 MAX_QUERIES = 24
@@ -254,15 +254,18 @@ def most_likely() -> Any:
 
 @functools.cache
 def coupled_choices() -> Any:
-    """coupled_choices(probs, num_rows, width, keys, choices) for float32 rows; None where it is not compiled.
+    """coupled_choices(probs, num_rows, width, keys, count, choices, shares) for float32 rows; None where it is not
+    compiled.
 
-    keys uint64 [num_rows], choices int64 [num_rows]: each row's token with the greatest of its `sampling.keyed_scores`.
-    A row without a positive number gets 0. It takes long enough to release the interpreter's lock.
+    keys uint64 [num_rows]; choices int64 [num_rows, count]: each row's tokens with the greatest of its
+    `sampling.keyed_scores`, in falling order, of equals the first; at most `MAX_LIKELY`. Where fewer have a positive
+    number, 0 follows. shares float32 of the same shape, or None: theirs of the sum of all scores, in which those of
+    unlikely tokens are put too high. It takes long enough to release the interpreter's lock.
     """
     library = _library()
     if library is None:
         return None
     function = ctypes.CDLL(library._name).coupled_choices_float32
-    function.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _POINTER]
+    function.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER, _POINTER]
     function.restype = None
     return function

@@ -147,6 +147,7 @@ class TargetCore:
             self._waits_since = None
         if self._cores is not None:
             self.engine.use_threads(beside_draft=not self._cores.uses_all_cores)
+            self._metrics.num_steps_on_all_cores.inc(self._cores.uses_all_cores)
         result = run_step(self.engine, decision)
         self._last_end = self._bubble_since = time.perf_counter()
         self._metrics.step_ms.observe(result.step_ms)

@@ -120,6 +120,10 @@ class TargetMetrics(WorkerMetrics):
             "Sessions that lost their KV blocks to others and were recomputed later",
         )
         self.step_ms = self._histogram("step_milliseconds", "Forward pass and verification of a batch")
+        self.num_steps_on_all_cores = self._counter(
+            "steps_on_all_cores",
+            "Steps that also ran on the cores of draft workers (--num-threads-beside-draft)",
+        )
         self.step_sessions = self._histogram("step_sessions", "Sessions in a step", BATCH_BUCKETS)
         self.step_gap_ms = self._histogram("step_gap_milliseconds", "From a step's end to the next one's start")
         self.hint_wait_s = self._counter("hint_wait_seconds", "Time that steps waited for hints")

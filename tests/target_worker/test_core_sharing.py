@@ -4,15 +4,23 @@ are not."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from outrider.hints.hint_intake import IntakeShares
 from outrider.hints.trials import NUM_STEADY_STEPS_MAX, NUM_TRIAL_STEPS_MAX
+from outrider.observability.telemetry import TargetMetrics
+from outrider.sampling_params import SamplingParams, SpeculationSettings
 from target_worker.core_sharing import NUM_FIRST_STEPS, CoreSharing
+from target_worker.limits import SchedulerLimits
+from target_worker.messages import StartSession
+from target_worker.runner import TargetCore
+from target_worker.scheduling.scheduler import Scheduler
+from tests import models
 
 NUM_SEEDS = 16
+LABELS = {"model_name": "tiny", "engine": "target"}
 ALL, NOBODY = IntakeShares(1.0, 1.0), IntakeShares(1.0, 0.0)
 
 
@@ -129,3 +137,18 @@ def test_where_all_accept_hints_at_any_cost_it_is_measured_all_the_same() -> Non
     machine = Machine(1.4)
     machine.run(cores, 1500, shares=None)
     assert machine.run(cores, 1000, shares=None) > 900
+
+
+def test_steps_on_all_cores_are_counted() -> None:
+    """A prompt and a step without a draft run on all cores; so does everything of a session that has none."""
+    config = models.engine_config(models.model_dir("llama"), num_threads=1)
+    engine = models.load(replace(config, num_threads_beside_draft=1))
+    limits = SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=50, max_model_len=100, num_speculative_tokens=4)
+    cores = CoreSharing()
+    metrics = TargetMetrics("tiny", "target")
+    core = TargetCore(Scheduler(limits, engine.allocator, engine.vocab_size, None, cores), engine, metrics, cores)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    core.handle(StartSession("a", [1, 2, 3], 3, params, SpeculationSettings(enabled=False), 1), 0.0)
+    while core.run_next(0.0)[1] is not None:
+        pass
+    assert metrics.registry.get_sample_value("outrider_steps_on_all_cores_total", LABELS) == 5

@@ -38,7 +38,7 @@ class Objective:
 
     def __bool__(self) -> bool:
         """Whether anything is asked for."""
-        return self != NO_OBJECTIVE
+        return not (math.isinf(self.ttft_ms) and math.isinf(self.tpot_ms))
 
     def or_else(self, default: Objective) -> Objective:
         """The same with the default's times where this one asks for none."""

@@ -12,12 +12,13 @@ import torch
 from outrider.engine.kv.idle_check import IdleCheck
 from outrider.engine.layers.features import packed
 from outrider.engine.model import Engine, SequenceChunk
-from outrider.engine.sampling.logit_edits import edits_of
+from outrider.engine.sampling.logit_edits import edits_of, is_idle
 from outrider.engine.sampling.logprobs import ScoredRows
 from outrider.engine.sampling.transfers import filled
-from outrider.engine.sampling.verification import Verdict, VerificationRequest, verify
+from outrider.engine.sampling.verification import Verdict, VerificationRequest, greedy_verdicts, verify
 from outrider.grammar import GrammarViolation
 from outrider.observability.telemetry import TargetMetrics
+from outrider.sampling_params import DecodingMode
 from target_worker.core_sharing import CoreSharing
 from target_worker.messages import (
     Action,
@@ -40,6 +41,9 @@ def run_step(engine: Engine, step: Step) -> StepResult:
     started = time.perf_counter()
     chunks = [SequenceChunk(item.kv, item.token_ids, item.num_logits) for item in step.items]
     logits = engine.forward(chunks)
+    if all(map(_is_simple, step.items)):  # the usual step, and those of small models are short
+        verdicts = greedy_verdicts(logits, [(item.hints, item.num_decided) for item in step.items])
+        return StepResult(verdicts, (time.perf_counter() - started) * 1e3)
     requests: list[VerificationRequest | None] = []
     prompts: list[ScoredRows] = []
     end = 0
@@ -59,6 +63,14 @@ def run_step(engine: Engine, step: Step) -> StepResult:
     ]
     prompt_logprobs = [next(scores_in_order) if item.prompt_targets else [] for item in step.items]
     return StepResult(verdicts, (time.perf_counter() - started) * 1e3, prompt_logprobs)
+
+
+def _is_simple(item: StepItem) -> bool:
+    """Whether the model's own logits decide an item, and nothing else is asked of them."""
+    sampling = item.sampling
+    if sampling.num_logprobs is not None or item.prompt_targets:
+        return False
+    return sampling.decoding_mode is DecodingMode.GREEDY and is_idle(sampling, item.context)
 
 
 def _request(item: StepItem, first_row: int, vocab_size: int) -> VerificationRequest | None:
@@ -116,6 +128,7 @@ class TargetCore:
         self._last_end: float | None = None
         self._bubble_since: float | None = None  # end of the last step, where another is to follow
         self._waits_since: float | None = None  # for hints
+        self._load = (0, 0, 0.0)  # exported: sessions that run and that wait, share of KV blocks in use
         self._num_preemptions = 0  # counted so far
         self._idle_check = IdleCheck(scheduler.allocator, metrics.num_integrity_failures)
 
@@ -157,9 +170,12 @@ class TargetCore:
         return with_features(actions, self.engine.features), 0.0
 
     def _observe_load(self) -> None:
-        self._metrics.num_requests_running.set(self.scheduler.num_running)
-        self._metrics.num_requests_waiting.set(self.scheduler.num_waiting)
-        self._metrics.kv_cache_usage_perc.set(self.scheduler.kv_usage)
+        load = self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.kv_usage
+        if load != self._load:  # seldom from one step to the next
+            self._load = load
+            self._metrics.num_requests_running.set(load[0])
+            self._metrics.num_requests_waiting.set(load[1])
+            self._metrics.kv_cache_usage_perc.set(load[2])
         self._metrics.show_speedup(self.scheduler.speedup)
         if (num_preemptions := self.scheduler.num_preemptions) != self._num_preemptions:
             self._metrics.num_preemptions.inc(num_preemptions - self._num_preemptions)

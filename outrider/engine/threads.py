@@ -43,10 +43,13 @@ def keep_off(cores: Sequence[int]) -> None:
 @contextlib.contextmanager
 def threads(count: int | None) -> Iterator[None]:
     """Runs what is within with so many of torch's threads; None leaves them as they are."""
+    if count is None:
+        yield
+        return
     import torch
 
     before = torch.get_num_threads()
-    if count is None or count == before:
+    if count == before:
         yield
         return
     torch.set_num_threads(count)

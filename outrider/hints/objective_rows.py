@@ -52,6 +52,8 @@ def allot_within(
     `gains` and `budget` are those of `allot`; `limits[s]` is the budget of session s.
     """
     counts = allot(gains, cost, budget)
+    if all(limit is UNLIMITED for limit in limits):
+        return counts
     step_ms = cost.step_ms(len(gains) + sum(counts))
     if all(
         step_ms <= limit.ms(1.0 + sum(own[:count])) for own, count, limit in zip(gains, counts, limits, strict=True)

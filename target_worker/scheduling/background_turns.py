@@ -52,15 +52,16 @@ class BackgroundTurns:
 
     def active(self, running: Iterable[Session]) -> list[Session]:
         """The running sessions that take part in every step."""
-        return [session for session in running if session.session_id not in self._held]
+        return [session for session in running if session.session_id not in self._held] if self._held else list(running)
 
     def is_held(self, session: Session) -> bool:
         """Whether the session is left out of all steps but its turns."""
         return session.session_id in self._held
 
-    def is_left_out(self, session: Session) -> bool:
-        """Whether the session takes no part in the step that has begun."""
-        return self.is_held(session) and not self.is_turn
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Ids of the running sessions that take no part in the step that has begun."""
+        return frozenset() if self.is_turn else self._held
 
     def begin_step(self) -> None:
         """Decides whether the step that begins now is a turn of the sessions that are held back."""

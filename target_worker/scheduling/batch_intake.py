@@ -72,6 +72,8 @@ class BatchIntake:
 
     def update(self, hinted: HintedSessions, num_running: int) -> list[Session]:
         """Pauses or resumes sessions; returns those for which that has changed."""
+        if not (hinted.sessions or hinted.needing):
+            return []
         may_accept_hints = self._policy.may_accept_hints(num_running)
         changed = [session for session in hinted.sessions if session.intake.update(may_accept_hints=may_accept_hints)]
         return changed + [session for session in hinted.needing if session.intake.update(may_accept_hints=True)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from outrider.engine.kv.kv_cache import BlockAllocator
@@ -36,10 +36,12 @@ class StepRoom:
     prefilling: list[tuple[Session, int]]  # with the number of tokens that there is KV for
     num_hint_blocks: int | None  # beyond these sessions' own needs; None: not scarce
 
-    def without(self, is_left_out: Callable[[Session], bool]) -> StepRoom:
+    def without(self, session_ids: Collection[str]) -> StepRoom:
         """The same without some sessions."""
-        decoding = [session for session in self.decoding if not is_left_out(session)]
-        prefilling = [each for each in self.prefilling if not is_left_out(each[0])]
+        if not session_ids:
+            return self
+        decoding = [session for session in self.decoding if session.session_id not in session_ids]
+        prefilling = [each for each in self.prefilling if each[0].session_id not in session_ids]
         return replace(self, decoding=decoding, prefilling=prefilling)
 
     def limit_hints(self, num_fed: list[int]) -> list[int]:

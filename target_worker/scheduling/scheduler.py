@@ -271,7 +271,7 @@ class Scheduler:
         if self._heads.draft(active, line, self.limits, self._pace.rate * len(active)):
             self._pace.wait()  # its time is no part of a step's
         self._turns.begin_step()
-        room = self._slots.make_room().without(self._turns.is_left_out)
+        room = self._slots.make_room().without(self._turns.left_out)
         return compose(room, self.limits, line, self._chunk_cost, now)
 
     def _active(self) -> list[Session]:
@@ -286,6 +286,8 @@ class Scheduler:
             for session in active
             if session.can_expect_hints() and not session.has_certain_hints()
         ]
+        if not expecting:
+            return None
         most_s = wait_left_ms(active, line, self.limits, now) / 1e3
         return self._wait.until(now, expecting, len(active), line, self._pace.rate * len(active), most_s)
 
@@ -329,13 +331,7 @@ class Scheduler:
         return actions + self._end_overdue(now)
 
     def _commit(
-        self,
-        session: Session,
-        item: StepItem,
-        verdict: Verdict,
-        step_ms: float,
-        hint_price: float | None,
-        now: float,
+        self, session: Session, item: StepItem, verdict: Verdict, step_ms: float, hint_price: float | None, now: float
     ) -> list[Action]:
         actions: list[Action] = []
         outcome = session.commit(verdict, item.hints, item.num_fed_hints)

@@ -366,6 +366,8 @@ class Session:
 
     def _learn(self, verdict: Verdict, hints: list[Hint]) -> tuple[int, int]:
         """Updates acceptance statistics; returns (verified, accepted) counts of the draft worker's hints only."""
+        if not hints:  # the usual step of a session without a draft, where every microsecond is one between steps
+            return 0, 0
         num_verified = sum(map(is_remote, hints))
         num_matched = sum(map(is_remote, hints[: verdict.num_matched]))
         self.path.observe_local(len(hints), verdict.num_matched)

@@ -58,6 +58,8 @@ SOURCES = {
 
 def counts_by_source(fed: Sequence[Hint], num_held: int) -> tuple[SourceCount, ...]:
     """Counts of the hints that a step fed, of which the first `num_held` are in the output, by source."""
+    if not fed:
+        return ()
     found: dict[common_pb2.HintSource, list[int]] = {}
     for position, hint in enumerate(fed):
         kind = hint.node_id

@@ -44,11 +44,17 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
     hint_budget = budget // 2 if room.prefilling else budget
     paths = [session.hint_path(limits) for session in decoding]
     gains = [session.hint_gains() for session in decoding]
+    # Most sessions have no objective, and steps of small models are short.
     budgets = [
         _budget(session, (own, _gains_by_record(session, limits)), line, len(decoding), now)
+        if math.isfinite(session.aim.objective.tpot_ms)
+        else UNLIMITED
         for session, own in zip(decoding, gains, strict=True)
     ]
     for session, each in zip(decoding, budgets, strict=True):
+        if each is UNLIMITED:
+            session.needs_hints = False
+            continue
         is_tight = 0.0 < each.token_ms < line.step_ms(len(decoding))  # a plain step takes longer than it pays for
         session.needs_hints = is_tight and _do_hints_help(session, limits, line, len(decoding))
     num_fed = room.limit_hints(allot_within(gains, line, max(hint_budget, 0), budgets))

@@ -84,11 +84,6 @@ def verify(
 
     logits: the model's own, float32 [num_rows, vocab_size], left as they are.
     """
-    if not prompts and all(map(_needs_only_choices, requests)):
-        # The usual batch: of what follows only the first transfer is needed, and steps of small models are short.
-        choices = to_host([greedy_tokens(logits)])[0]
-        decisions = [_choose(choices[each.first_row :], each.hints, each.num_rows) for each in requests]
-        return [_verdict_of(each, decision) for each, decision in zip(requests, decisions, strict=True)], []
     batch = _Batch(logits, requests)
     decisions = batch.decide(to_host(batch.evidence()))
     sampled = batch.sample(decisions)
@@ -110,14 +105,18 @@ def verify(
     return verdicts, logprobs[: len(prompts)]
 
 
-def _needs_only_choices(request: VerificationRequest) -> bool:
-    """Whether a request is decided by the most likely tokens of the model's own logits, and asks for no more."""
-    return _Group.of(request) is _Group.GREEDY_RAW and request.params.num_logprobs is None
+def greedy_verdicts(logits: torch.Tensor, parts: Sequence[tuple[Sequence[Hint], int]]) -> list[Verdict | None]:
+    """Decides, as `verify` does, sequences whose tokens are the most likely ones of the model's own logits.
 
-
-def _verdict_of(request: VerificationRequest, decision: _Decision) -> Verdict:
-    assert decision.token_id is not None
-    return verdict(request.hints, decision.num_matched, decision.token_id)
+    parts: hints and number of rows of each sequence, in the order of the rows; None is decided by no rows.
+    """
+    choices = to_host([greedy_tokens(logits)])[0]
+    verdicts: list[Verdict | None] = []
+    end = 0
+    for hints, num_rows in parts:
+        start, end = end, end + num_rows
+        verdicts.append(verdict(hints, *_choose(choices[start:end], hints, num_rows)) if num_rows else None)
+    return verdicts
 
 
 class _Batch:
@@ -207,13 +206,13 @@ class _Batch:
         for index, (request, group) in enumerate(zip(self._requests, self._groups, strict=True)):
             num_alive = request.num_rows
             if group is _Group.GREEDY_RAW:
-                decisions.append(_choose(maxima[request.first_row :], request.hints, num_alive))
+                decisions.append(_Decision(*_choose(maxima[request.first_row :], request.hints, num_alive)))
                 continue
             start = self._starts[index]
             if is_dead and any(is_dead[start : start + num_alive]):
                 num_alive = is_dead.index(True, start) - start
             if group is not _Group.REJECTION:
-                decisions.append(_choose(choices[start:], request.hints, num_alive))
+                decisions.append(_Decision(*_choose(choices[start:], request.hints, num_alive)))
                 continue
             own = [[next(remaining) for _ in draft_distribution(hint).token_ids] for hint in request.hints]
             # Beyond a position that leaves no token nothing can be decided. Where that is depends on the hints before
@@ -299,14 +298,15 @@ class _Batch:
         return self._probs[start : start + num_rows].log()
 
 
-def _choose(choices: Sequence[float], hints: Sequence[Hint], num_alive: int) -> _Decision:
-    """Greedy and coupled: the target's choices are known, a hint is accepted when it is the same token."""
+def _choose(choices: Sequence[float], hints: Sequence[Hint], num_alive: int) -> tuple[int, int]:
+    """Greedy and coupled: the target's choices are known, a hint is accepted when it is the same token. Returns how
+    many match, and the token that follows or NO_TOKEN."""
     num_matched = 0
     for hint, choice in zip(hints, choices[:num_alive], strict=False):
         if hint.token_id != choice:
             break
         num_matched += 1
-    return _Decision(num_matched, int(choices[num_matched]) if num_matched < num_alive else NO_TOKEN)
+    return num_matched, int(choices[num_matched]) if num_matched < num_alive else NO_TOKEN
 
 
 def verdict(hints: Sequence[Hint], num_matched: int, token_id: int) -> Verdict:

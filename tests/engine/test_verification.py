@@ -83,6 +83,23 @@ def verify_blocks(rule: AcceptanceRule, blocks: Sequence[Block]) -> list[Verdict
     return verify_together(cases)
 
 
+def test_a_step_of_greedy_sequences_alone_is_decided_as_among_others() -> None:
+    """Blocks with right and wrong hints, one of them for the last row or none, and sequences that decide nothing."""
+    cases, parts = [], []
+    for seed in range(200):
+        logits = random_logits(seed, 1 + seed % 4)
+        best = logits.argmax(dim=-1).tolist()
+        said = [token_id if (seed + row) % 5 else (token_id + 1) % VOCAB_SIZE for row, token_id in enumerate(best)]
+        hints = [hint(token_id, node_id=1 + row) for row, token_id in enumerate(said[: len(said) - seed % 3 // 2])]
+        text = LogitContext(range(9), 9, [said[:row] for row in range(len(logits))])
+        cases.append(Case(logits, hints, GREEDY, 1, text, AcceptanceRule.BLOCK))
+        parts += [(hints, len(logits)), ([], 0)]
+    verdicts = verification.greedy_verdicts(torch.cat([case.logits for case in cases]), parts)
+    assert verdicts[::2] == verify_together(cases)
+    assert verdicts[1::2] == [None] * len(cases)
+    assert len({len(verdict.token_ids) for verdict in verdicts[::2] if verdict is not None}) == 4
+
+
 def target_at(rows: torch.Tensor, hints: Sequence[Hint]) -> list[list[float]]:
     """The target's probabilities of the tokens in each hint's draft distribution, as `rejection` takes them."""
     return [rows[row, list(draft_distribution(h).token_ids)].tolist() for row, h in enumerate(hints)]

@@ -14,7 +14,9 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,7 +88,8 @@ def figures_of(
     }
     for name in (GOOD, BAD):
         times_ms = [ms for each in windows_of(name, slices, kinds) for ms in each.tpot_ms]
-        figures[name] = {"tpot_ms_p50": round(statistics.median(times_ms), 2), "requests": len(times_ms)}
+        median_ms = round(statistics.median(times_ms), 2) if times_ms else None
+        figures[name] = {"tpot_ms_p50": median_ms, "requests": len(times_ms)}
     return figures
 
 
@@ -149,7 +152,8 @@ def _point(x: float, figure: Mapping[str, Any]) -> plot.Point:
 
 
 async def plain_tpot_ms(pair: MixedPair, prompts: Sequence[list[int]], arguments: argparse.Namespace) -> float:
-    """Median time per token of plain decoding under this load, in the second of two slices."""
+    """Median time per token of plain decoding under this load, in the second of two slices. Ends the process if a
+    slice is too short for requests to end in it."""
     for seconds in (0.5 * arguments.seconds, arguments.seconds):
         ran = await run_slice(
             pair,
@@ -159,7 +163,13 @@ async def plain_tpot_ms(pair: MixedPair, prompts: Sequence[list[int]], arguments
             seconds=seconds,
             use_draft=False,
         )
-    return statistics.median(ran.tpot_ms)
+    tpot_ms = statistics.median(ran.tpot_ms) if ran.tpot_ms else math.inf
+    if arguments.tokens * tpot_ms > 1e3 * arguments.seconds:
+        sys.exit(
+            f"benchmarks.objectives: requests of {arguments.tokens} tokens take longer here than a slice of "
+            f"{arguments.seconds:g} s, so that few would end in it: set --seconds higher or --tokens lower"
+        )
+    return tpot_ms
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
+from benchmarks.serving import objectives
 from benchmarks.serving.objectives import (
     FREE,
     PLAIN,
     draw,
     level_name,
     parse_arguments,
+    plain_tpot_ms,
     shares_met,
     summarize,
 )
@@ -48,6 +51,23 @@ def test_each_mode_is_judged_by_the_level() -> None:
     }  # fmt: skip
     assert point["honoured"]["tokens_per_s_over_plain"]["median"] == 1.25
     assert summary[FREE]["tpot_p99_over_plain"]["median"] == pytest.approx((1.5 + 1.25) / 2)
+
+
+def test_a_kind_of_which_no_request_ended_has_no_time() -> None:
+    idle = {name: [replace(timed(100.0), recorded=[])] for name in SLICES}
+    summary = summarize(idle, KINDS, [1.1], 10.0)
+    assert summary[PLAIN][GOOD] == {"tpot_ms_p50": None, "requests": 0}
+
+
+@pytest.mark.parametrize("tpot_ms", [[], [100.0]])
+async def test_requests_longer_than_a_slice_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tpot_ms: list[float]
+) -> None:
+    ran = replace(window_of(1.0), tpot_ms=tpot_ms)
+    monkeypatch.setattr(objectives, "run_slice", AsyncMock(return_value=ran))
+    asked = parse_arguments(["--seconds", "4", "--tokens", "150"])
+    with pytest.raises(SystemExit, match=r"150 tokens take longer here than a slice of 4 s.*--tokens"):
+        await plain_tpot_ms(MagicMock(), [[1]], asked)
 
 
 def test_the_curve_is_drawn(tmp_path: Path) -> None:

@@ -174,7 +174,13 @@ async def plain_tpot_ms(pair: MixedPair, prompts: Sequence[list[int]], arguments
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     both = frozenset({GOOD, BAD})
-    modes = [Mode(PLAIN, draft_arguments=None), Mode(FREE), Mode(HONOURED)]
+    # The levels share workers, which would know prompts that those of other modes have to read.
+    uncached = ("--no-enable-prefix-caching",)
+    modes = [
+        Mode(PLAIN, uncached, draft_arguments=None),
+        Mode(FREE, uncached, uncached),
+        Mode(HONOURED, uncached, uncached),
+    ]
     with target_model(arguments) as target_dir:
         good = Kind(GOOD, prompts_of(arguments, target_dir), greedy(arguments))
         config = json.loads((target_dir / "config.json").read_text(encoding="utf-8"))

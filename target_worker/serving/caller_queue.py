@@ -95,5 +95,5 @@ def size_of(action: Action) -> int:
     """Estimated memory of a step in bytes, rounded up; 0 for actions that a session sends once."""
     if not isinstance(action, TokensCommitted):
         return 0
-    num_alternatives = sum(len(each.top) for each in action.logprobs or ())
+    num_alternatives = sum(len(each.top) for each in action.logprobs) if action.logprobs else 0
     return _STEP_BYTES + _TOKEN_BYTES * len(action.token_ids) + _ALTERNATIVE_BYTES * num_alternatives

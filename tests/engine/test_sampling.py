@@ -26,7 +26,6 @@ from outrider.engine.sampling.sampling import (
     _token_uniforms,
     coupled_choices,
     coupled_keys,
-    coupled_scores,
     draft_distributions,
     greedy_choices,
     keyed_scores,
@@ -126,12 +125,12 @@ class TestProbabilities:
                 SamplingParams(temperature=0.9, typical_p=0.8),
             ):
                 together = probabilities(logits, params)
-                scores = coupled_scores(together, 5, range(40, 44))
+                scores = keyed_scores(together, coupled_keys(5, range(40, 44)))
                 assert bool(torch.isfinite(together).all())
                 for i in (0, 3):
                     alone = probabilities(logits[i : i + 1], params)
                     assert torch.equal(together[i], alone[0])
-                    assert torch.equal(scores[i], coupled_scores(alone, 5, [40 + i])[0])
+                    assert torch.equal(scores[i], keyed_scores(alone, coupled_keys(5, [40 + i]))[0])
         finally:
             torch.set_num_threads(before)
 
@@ -233,7 +232,7 @@ class TestCoupledChoice:
         probs = torch.softmax(torch.randn(5, 30, generator=torch.Generator().manual_seed(0)), dim=-1)
         rows = coupled_choice(probs, 5, 40)
         assert rows == [coupled_choice(probs[i : i + 1], 5, 40 + i)[0] for i in range(5)]
-        assert torch.isfinite(coupled_scores(probs, 5, range(40, 45))).all()
+        assert torch.isfinite(keyed_scores(probs, coupled_keys(5, range(40, 45)))).all()
 
 
 class TestDraftDistribution:

@@ -13,7 +13,7 @@ import torch
 
 from outrider.engine.sampling.logit_context import LogitContext
 from outrider.engine.sampling.logit_edits import edits_of
-from outrider.engine.sampling.sampling import coupled_scores, draft_distributions, sample_draft
+from outrider.engine.sampling.sampling import coupled_keys, draft_distributions, keyed_scores, sample_draft
 from outrider.engine.sampling.verification import Verdict, VerificationRequest, verify
 from outrider.grammar import GrammarState
 from outrider.hints.hint_tree import DraftDistribution, Hint
@@ -72,7 +72,7 @@ def verify_one(
 def coupled_choice(probs: torch.Tensor, seed: int, first_position: int) -> list[int]:
     """Row i's token for position `first_position + i` under the seed's noise.  # [num_rows, vocab_size]"""
     positions = range(first_position, first_position + len(probs))
-    choices: list[int] = coupled_scores(probs, seed, positions).argmax(dim=-1).tolist()
+    choices: list[int] = keyed_scores(probs, coupled_keys(seed, positions)).argmax(dim=-1).tolist()
     return choices
 
 

@@ -182,11 +182,6 @@ def sample_rows(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return token_ids.clamp_(max=weights.shape[-1] - 1)  # whatever a broken model's numbers are
 
 
-def coupled_scores(probs: torch.Tensor, seed: int, positions: Sequence[int]) -> torch.Tensor:
-    """`keyed_scores` of rows of one sequence, row i for `positions[i]`."""
-    return keyed_scores(probs, coupled_keys(seed, positions))
-
-
 def coupled_keys(seed: int, positions: Iterable[int]) -> list[int]:
     """The keys of the noise of each position's row."""
     return [key(seed, position, Purpose.GUMBEL) for position in positions]

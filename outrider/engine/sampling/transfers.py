@@ -30,7 +30,7 @@ def to_host(parts: Sequence[torch.Tensor]) -> list[list[float]]:
 
     Several parts travel as float64, which has every float32 and every token id.
     """
-    if len(parts) == 1:
+    if len(parts) == 1 and parts[0].numel():
         return [parts[0].reshape(-1).tolist()]
     sizes = [part.numel() for part in parts]
     present = [part for part in parts if part.numel()]

@@ -51,6 +51,11 @@ async def test_its_hints_are_verified_and_change_nothing(tmp_path: Path) -> None
         plain = await pair.generate(prompt, GREEDY, use_draft=False)
         hinted = await pair.generate(prompt, GREEDY)
         assert hinted.token_ids == plain.token_ids
+        for _ in range(50):  # a random head is always wrong, and on a busy machine all of its hints may come late
+            if hinted.finished.stats.num_draft_tokens:
+                break
+            hinted = await pair.generate(prompt, GREEDY)
+            assert hinted.token_ids == plain.token_ids
         assert hinted.finished.stats.num_draft_tokens > 0
         assert metric(pair, "outrider_commit_bytes_total") > 2 * 32 * len(prompt), "features of 32 numbers a position"
         # As at a target of another engine, or one that was started without the head.

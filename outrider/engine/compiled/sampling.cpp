@@ -55,7 +55,8 @@ INLINE Doubles uniforms(uint64_t start, int64_t first) {
   return (__builtin_convertvector(value >> 12, Doubles) + 0.5) * UNIT;
 }
 
-// Finds the best `count` tokens of a row. Returns the sum of all scores, if it is wanted, with the bounds of the others.
+// Finds the best `count` tokens of a row. Returns the sum of all scores, if it is wanted: the best one's own and the
+// bounds of all others, however many are asked for.
 INLINE double choose(const float* probs, int64_t width, uint64_t key, Choice* best, int64_t count, bool sums_up) {
   const uint64_t start = key + GOLDEN;
   for (int64_t i = 0; i < count; ++i) best[i] = {0.0, 0.0, 0};
@@ -87,8 +88,7 @@ INLINE double choose(const float* probs, int64_t width, uint64_t key, Choice* be
   }
   double total = 0.0;
   for (int lane = 0; lane < LANES; ++lane) total += totals[lane];
-  for (int64_t i = 0; i < count; ++i) total += best[i].score - best[i].bound;
-  return total;
+  return total + best[0].score - best[0].bound;
 }
 
 INLINE void choose_rows(const float* probs, int64_t num_rows, int64_t width, const uint64_t* keys, int64_t count, int64_t* choices, float* shares) {

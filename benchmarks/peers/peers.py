@@ -44,6 +44,7 @@ from demo.corpus import held_out_prompts
 from outrider.text.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN_MAX = 6
+"""More than a token of the held-out texts has on average, so that a prompt can be cut to its length."""
 
 
 async def run(arguments: argparse.Namespace, setup: Setup) -> dict[str, Any]:
@@ -92,7 +93,10 @@ def held_out(target: Path, count: int, arguments: argparse.Namespace) -> list[li
     if num_tokens is None:
         return [tokenizer.encode(text) for text in held_out_prompts(count, seed=arguments.seed)]
     num_chars = CHARS_PER_TOKEN_MAX * num_tokens
-    texts = held_out_prompts(count, seed=arguments.seed, chars_min=num_chars, chars_max=num_chars)
+    try:
+        texts = held_out_prompts(count, seed=arguments.seed, chars_min=num_chars, chars_max=num_chars)
+    except ValueError as error:
+        raise PeerError(f"--prompt-tokens {num_tokens}: {error}; choose fewer") from error
     prompts = [tokenizer.encode(text)[:num_tokens] for text in texts]
     if any(len(prompt) < num_tokens for prompt in prompts):
         raise PeerError(f"--prompt-tokens {num_tokens}: a text of {num_chars} characters has fewer with this tokenizer")
@@ -129,6 +133,8 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, Setup]:
         "--prompt-tokens", type=int, metavar="N", help="length of all prompts; by default most have 27 to 190 tokens"
     )
     arguments = parser.parse_args(argv)
+    if arguments.prompt_tokens is not None and arguments.prompt_tokens < 1:
+        parser.error("--prompt-tokens must be at least 1")
     drafts = {DRAFT: arguments.draft} | ({WEAK: arguments.weak_draft} if arguments.weak_draft else {})
     known = all_systems(has_vllm=arguments.vllm_python is not None, has_weak_draft=WEAK in drafts)
     try:

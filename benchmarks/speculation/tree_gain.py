@@ -17,6 +17,7 @@ alternatives are worth more.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import statistics
 from collections.abc import Mapping, Sequence
@@ -216,6 +217,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.prompts < 1 or arguments.rounds < 1:
         parser.error("--prompts and --rounds must be at least 1")
+    if not 0.0 <= arguments.temperature < math.inf:
+        parser.error("--temperature must be 0 or more")
     if arguments.tokens <= max(NUM_NODES):
         parser.error(f"--tokens must be more than {max(NUM_NODES)}, the size of the largest tree")
     if not (arguments.draft / "config.json").is_file():

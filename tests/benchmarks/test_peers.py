@@ -225,3 +225,12 @@ def test_prompts_of_a_length_have_it_and_models_long_enough_for_them() -> None:
     assert not longer.target.exists()
     with lengthened(parse([])[1]) as usual:
         assert usual.target == setup.target
+
+
+def test_lengths_that_no_prompt_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--prompt-tokens", "0"])
+    assert "--prompt-tokens must be at least 1" in capsys.readouterr().err
+    arguments, setup = parse(["--prompt-tokens", "1000000"])
+    with pytest.raises(PeerError, match=r"--prompt-tokens 1000000: .*choose fewer"):
+        held_out(setup.target, 1, arguments)

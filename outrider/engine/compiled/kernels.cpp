@@ -393,8 +393,6 @@ INLINE void highest(const float* values, int64_t width, int64_t count, int64_t* 
   }
 }
 
-constexpr int64_t MAX_LIKELY = 64;
-
 INLINE void most_likely(const float* logits, int64_t num_rows, int64_t width, int64_t count, int64_t* indices, float* chances) {
   const int64_t whole = width / LANES * LANES;
   for (int64_t row = 0; row < num_rows; ++row) {

@@ -11,6 +11,9 @@ struct BFloat16 {
 // Instructions of the processor that multiply bfloat16.
 constexpr int64_t DOT_PRODUCTS = 1, WIDENED_PRODUCTS = 2;
 
+// Most tokens of a row that are asked for; callers keep to it.
+constexpr int64_t MAX_LIKELY = 64;
+
 // Parameters of a layer that are the same for every step.
 struct Shape {
   int64_t num_heads, num_kv_heads, head_dim, rotary_half, window;

@@ -21,7 +21,6 @@
 namespace {
 
 constexpr int LANES = 8;
-constexpr int64_t MAX_CHOICES = 64;
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, MULTIPLIER_1 = 0xBF58476D1CE4E5B9, MULTIPLIER_2 = 0x94D049BB133111EB;
 constexpr double UNIT = 0x1p-52;
 constexpr double SLACK = 1.0 + 1e-9;  // for the rounding of both sides
@@ -92,7 +91,7 @@ INLINE double choose(const float* probs, int64_t width, uint64_t key, Choice* be
 }
 
 INLINE void choose_rows(const float* probs, int64_t num_rows, int64_t width, const uint64_t* keys, int64_t count, int64_t* choices, float* shares) {
-  Choice best[MAX_CHOICES];
+  Choice best[MAX_LIKELY];
   for (int64_t row = 0; row < num_rows; ++row) {
     const double total = choose(probs + row * width, width, keys[row], best, count, shares != nullptr);
     for (int64_t i = 0; i < count; ++i) {

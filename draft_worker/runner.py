@@ -99,9 +99,19 @@ class _Growth:
     """A chain while it is being fed. Its expansions follow the item's own."""
 
     def __init__(self, item: StepItem, chain: Chain, expansions: list[Expansion]) -> None:
-        self._item, self._chain, self._expansions = item, chain, expansions
+        self._chain, self._expansions = chain, expansions
         self._path = list(chain.path)
         self._continuation = list(item.context.continuations[0])
+        self._token_ids: list[int] = []
+        # Its lists change from one pass to the next; made once, for passes of small models are short.
+        self._item = replace(
+            item,
+            token_ids=self._token_ids,
+            node_ids=item.node_ids[:1],
+            context=replace(item.context, continuations=[self._continuation]),
+            tree_start=chain.tree_start,
+            paths=[self._path],
+        )
         self._num_fed = 0
         self._reach = chain.reach
         self._go_below(expansions[0])
@@ -126,21 +136,15 @@ class _Growth:
         self._go_below(expansion)
 
     def next_item(self) -> StepItem:
-        """Returns an item that feeds the last node's primary child."""
+        """Returns an item that feeds the last node's primary child; valid until the next one."""
         kv, token_id = self._item.kv, self._child
         assert token_id is not None
         kv.extend(1)
         self._num_fed += 1
+        self._token_ids[:] = [token_id]
         self._path.append(kv.length - 1)
         self._continuation.append(token_id)
-        return replace(
-            self._item,
-            token_ids=[token_id],
-            node_ids=self._item.node_ids[:1],
-            context=replace(self._item.context, continuations=[self._continuation]),
-            tree_start=self._chain.tree_start,
-            paths=[self._path],
-        )
+        return self._item
 
 
 def _expand_items(items: Sequence[StepItem], logits: torch.Tensor, num_children: int) -> list[list[Expansion]]:
@@ -205,13 +209,18 @@ def expand(item: StepItem, logits: torch.Tensor, num_children: int = NUM_CHILDRE
     params = item.sampling
     row_items = [item] * len(item.node_ids)
     processed = process(logits, params, item.context)
-    is_dead = processed.amax(dim=-1) == NEVER
-    processed = processed.masked_fill(is_dead.unsqueeze(-1), 0.0)
+    is_dead: Sequence[bool] = ()
+    if processed is not logits:  # the model's own logits leave every token
+        dead = processed.amax(dim=-1) == NEVER
+        processed = processed.masked_fill(dead.unsqueeze(-1), 0.0)
+        is_dead = dead.tolist()
     if params.decoding_mode is DecodingMode.REJECTION:
         expansions = _sample(item, probabilities(processed, params), num_children)
     else:
         choices = likely_choices(processed, params, item.seed, item.context.positions, num_children)
         expansions = _primary_first(*choices, row_items)
+    if not is_dead:
+        return expansions
     return [_forced(item, row) or (NOTHING if is_dead[row] else expansion) for row, expansion in enumerate(expansions)]
 
 

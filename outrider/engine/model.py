@@ -131,6 +131,12 @@ class Engine:
         """Whether steps attend through the block table, on a GPU."""
         return self._device_steps is not None
 
+    @property
+    def feeds_trees(self) -> bool:
+        """Whether a node of a hint tree has the bits that it would have in a line of tokens: on a GPU only with blocks
+        into which paths are copied (`EngineOptions.has_trees`)."""
+        return self._device_steps is None or len(self._scratch_block_ids) > 0
+
     def use_threads(self, *, beside_draft: bool) -> None:
         """Sets the threads of the steps from now on: those beside draft workers, or all there are. Only where
         `can_share_cores` says so."""
@@ -239,7 +245,8 @@ class Engine:
             if logits is not None:
                 return logits
         device = self.device
-        token_ids = torch.tensor([token_id for chunk in chunks for token_id in chunk.token_ids], device=device)
+        numbers = np.array([token_id for chunk in chunks for token_id in chunk.token_ids], dtype=np.int64)
+        token_ids = torch.from_numpy(numbers).to(device)
         blocks = [chunk.query_block() for chunk in chunks]
         if self._fused is not None:
             rows = None if wanted is None else torch.tensor(wanted)

@@ -81,7 +81,7 @@ class Attachments(ABC, Generic[SessionT]):
         return retry_after_s(self._turnover.stay_s() / max(self.num_slots, 1))
 
     def handle(self, event: Event, now: float = 0.0) -> list[Action]:
-        """Handles one event. `now` is the shell's clock in seconds; only the retry time of a refusal depends on it."""
+        """Handles one event. `now` is the shell's clock in seconds: retry times and a tree's reach depend on it."""
         match event:
             case AttachSession():
                 return self._attach(event, now)
@@ -161,7 +161,7 @@ class Attachments(ABC, Generic[SessionT]):
             return [end] if event.is_finished else [Unsubscribe(session.target_address, session.session_id), end]
         is_resumed = event.accepts_hints and not session.accepts_hints
         session.accepts_hints = event.accepts_hints
-        return self._commit(session, event, new_token_ids, is_resumed=is_resumed)
+        return self._commit(session, event, new_token_ids, now, is_resumed=is_resumed)
 
     @abstractmethod
     def _admit(self, event: AttachSession, now: float) -> SessionT:
@@ -185,7 +185,7 @@ class Attachments(ABC, Generic[SessionT]):
 
     @abstractmethod
     def _commit(
-        self, session: SessionT, event: CommitReceived, token_ids: list[int], *, is_resumed: bool
+        self, session: SessionT, event: CommitReceived, token_ids: list[int], now: float, *, is_resumed: bool
     ) -> list[Action]:
         """Takes committed tokens that follow those known, perhaps none; `is_resumed`: the target accepts hints again,
         and has dropped what came meanwhile."""

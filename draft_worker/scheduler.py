@@ -118,13 +118,15 @@ class DraftScheduler(Attachments[DraftSession]):
         session.acceptance.observe(num_matched, num_verified)
 
     def _commit(
-        self, session: DraftSession, event: CommitReceived, token_ids: list[int], *, is_resumed: bool
+        self, session: DraftSession, event: CommitReceived, token_ids: list[int], now: float, *, is_resumed: bool
     ) -> list[Action]:
         (self._paused_targets.discard if event.accepts_hints else self._paused_targets.add)(session.target_address)
         is_gap = session.features is not None and not session.features.add(
             event.features_from, event.features, session.committed_len + len(token_ids) - 1
         )
         if token_ids:
+            if not session.is_sampled:  # there every node travels with its distribution
+                session.min_reach = session.floor.after_commit(now, self._plain_ms)
             move = session.commit(token_ids)
             if move is not None:
                 self._moves.append(move)

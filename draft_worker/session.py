@@ -6,8 +6,8 @@ chain of nodes is fed in a later step, whose rows correct it. KV entries `[0, nu
 those after it to fed nodes in the order they were fed (`entry_nodes`). Entries of committed tokens never move again, so
 that their full blocks can be shared with other sessions. Entries of nodes are never shared.
 
-An alternative becomes a node, and is sent, only when it is fed next: without a continuation it is useless to the
-target. Until then its parent keeps it.
+An alternative becomes a node, and is sent, when it is fed next, or at once if it is likely: the target may verify it
+beside the primary path. Until then its parent keeps it.
 
 A draft head rides ahead on its own states. When the target's features of what was committed arrive, the entries that
 were run without them are run again beside the next nodes; entries below `num_corrected` are final.
@@ -30,17 +30,21 @@ from draft_worker.messages import Expansion, KVMove
 from draft_worker.tree import draft_node
 from draft_worker.tree.candidates import Candidates
 from draft_worker.tree.draft_node import MIN_CHANCE, DraftNode, primary_path
+from draft_worker.tree.reach_floor import ReachFloor
 from outrider.engine.kv.kv_cache import KVSequence
 from outrider.engine.kv.prefix_cache import SequenceBlocks
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hints.acceptance import AcceptanceHistory
-from outrider.hints.confidence import Calibration
+from outrider.hints.confidence import Calibration, confidence_level
 from outrider.hints.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
 
 NUM_NEAR_NODES = 9
 """Nodes below the cursor that a target verifies in one step by default: eight are fed, the last one needs no
 feeding."""
+SENT_REACH = 0.05
+"""Probability of being reached from which an alternative is sent before it is fed, for a target that verifies
+branches. A row of the target's step must bring about as much."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,13 +82,15 @@ class DraftSession:
     num_roots: int = 1
     num_sent_nodes: int = 0
     is_sampled: bool = field(init=False)
-    min_reach: float = field(init=False)  # least probability of being reached for a node to be fed
+    floor: ReachFloor = field(init=False)
+    min_reach: float = field(init=False)  # for a node to be fed, by it
     stop_token_ids: frozenset[int] = field(init=False)  # after which nothing is drafted
 
     def __post_init__(self) -> None:
         self.base_len = len(self.token_ids)
         self.is_sampled = self.sampling.decoding_mode is DecodingMode.REJECTION
         self.min_reach = self.limits.min_sampled_reach if self.is_sampled else self.limits.min_reach
+        self.floor = ReachFloor(self.min_reach)
         own = frozenset[int]() if self.sampling.ignore_eos else self.limits.end_of_sequence_ids
         self.stop_token_ids = self.sampling.stop_token_ids | own
         self._read(self.token_ids[self.num_prompt_tokens :])
@@ -127,12 +133,12 @@ class DraftSession:
         path: list[DraftNode] = []
         is_lost = self.num_pending > 0
         for token_id in token_ids:
-            child = None if is_lost else self._child_with_token(token_id)
+            child = None if is_lost else draft_node.child_with_token(self.cursor_node, self.nodes, token_id)
             if child is None:
                 is_lost = True
                 continue
-            self.cursor_node = self.nodes[child]
-            path.append(self.cursor_node)
+            self.cursor_node = child
+            path.append(child)
         self.token_ids.extend(token_ids)
         self._read(token_ids)
         fed = [node.entry for node in path if node.entry is not None]
@@ -146,12 +152,6 @@ class DraftSession:
         if is_lost:
             self._plant()
         return move
-
-    def _child_with_token(self, token_id: int) -> int | None:
-        for child in self.cursor_node.children:
-            if self.nodes[child].hint.token_id == token_id:
-                return child
-        return None
 
     def _plant(self) -> None:
         """Starts a new tree at the end of the committed tokens."""
@@ -183,26 +183,13 @@ class DraftSession:
         if moved.any():
             move = KVMove(slots[np.asarray(sources, dtype=np.int64)[moved]], slots[destinations[moved]])
         self.num_prefix += len(fed_path)
-        self._keep_below_cursor()
+        self.nodes = draft_node.kept_below(self.cursor_node, self.nodes)
+        self._collect_candidates()
         self.entry_nodes = survivors
         for index, node_id in enumerate(survivors):
             self.nodes[node_id].entry = self.num_prefix + index
         self.kv.truncate(self.num_prefix + len(survivors))
         return move
-
-    def _keep_below_cursor(self) -> None:
-        kept: dict[int, DraftNode] = {}
-        pending = list(self.cursor_node.children)
-        cursor_reach = max(self.cursor_node.reach, 1e-30)
-        while pending:
-            node_id = pending.pop()
-            node = self.nodes[node_id]
-            node.reach /= cursor_reach
-            kept[node_id] = node
-            pending.extend(node.children)
-        self.cursor_node.reach = 1.0
-        self.nodes = kept
-        self._collect_candidates()
 
     def _collect_candidates(self) -> None:
         self.candidates.clear()
@@ -273,9 +260,15 @@ class DraftSession:
     def _take_up(self, parent_id: int, reach: float) -> int:
         """Turns a node's likeliest alternative into a node, and offers the next alternative as a candidate."""
         parent = self._node(parent_id)
-        token_id, _ = parent.alternatives.pop(0)
+        node = self._make_node(parent, reach)
         self._offer(parent)
-        return self._add_node(parent, reach, Hint(self.next_node_id, parent_id, token_id)).hint.node_id
+        return node.hint.node_id
+
+    def _make_node(self, parent: DraftNode, reach: float) -> DraftNode:
+        token_id, chance = parent.alternatives.pop(0)
+        confidence = 0 if self.is_sampled else confidence_level(chance)  # none under rejection (I4)
+        hint = Hint(self.next_node_id, parent.hint.node_id, token_id, confidence=confidence)
+        return self._add_node(parent, reach, hint)
 
     def _add_node(self, parent: DraftNode, reach: float, hint: Hint) -> DraftNode:
         self.next_node_id += 1
@@ -286,22 +279,15 @@ class DraftSession:
 
     def _add_primary(self, parent: DraftNode, expansion: Expansion) -> DraftNode:
         token_id, reach = expansion.token_ids[0], parent.reach * expansion.chances[0]
-        fields = token_id, expansion.distribution, expansion.confidence
-        return self._add_node(parent, reach, Hint(self.next_node_id, parent.hint.node_id, *fields))
-
-    def branch(self, node_id: int) -> list[DraftNode]:
-        """The nodes from the cursor's child down to this one."""
-        branch: list[DraftNode] = []
-        while node_id != self.cursor:
-            branch.append(self.nodes[node_id])
-            node_id = branch[-1].hint.parent_id
-        return branch[::-1]
+        fields = parent.hint.node_id, token_id, expansion.distribution, expansion.confidence
+        return self._add_node(parent, reach, Hint(self.next_node_id, *fields))
 
     def expand(self, node_ids: Sequence[int], expansions: Sequence[Expansion], num_masks: int = 0) -> list[Hint]:
         """Attaches the expansions of an item's nodes, then of the chain below the first, then of the masks below the
         last; returns the hints to send."""
         is_guessed = num_masks > 0 or any(self._node(node_id).children for node_id in node_ids)
         num_chained = len(expansions) - len(node_ids) - num_masks
+        self.num_owed += num_chained + num_masks
         hints: list[Hint] = []
         for index, (node_id, expansion) in enumerate(zip(node_ids, expansions, strict=False)):
             hints += self.add_children(node_id, expansion, is_followed=index == 0 and num_chained > 0)
@@ -311,9 +297,9 @@ class DraftSession:
             tip = self.nodes[node_id]
             tip.entry = self.kv.length - num_chained + index
             self.entry_nodes.append(node_id)
-            self.num_owed += 1
             hints += self.add_children(node_id, expansion, is_followed=index + 1 < num_chained)
         tip = self._node(node_ids[-1]) if num_masks else tip
+        self.num_owed -= num_masks
         for expansion in expansions[len(expansions) - num_masks :]:
             # What follows a guessed token is fed later, when its own children exist: until then, one guess below it.
             if not tip.children or not expansion.token_ids:
@@ -369,8 +355,7 @@ class DraftSession:
             self.num_owed -= 1
             added = [] if node.is_sent else [node]
         hints = [sent.hint for sent in added]
-        for sent in added:
-            sent.is_sent = True
+        node.is_sent = True
         self.num_sent_nodes += len(added)
         chances = expansion.chances
         if expansion.token_ids:
@@ -383,7 +368,24 @@ class DraftSession:
         excluded = self.stop_token_ids.union(self.nodes[child].hint.token_id for child in node.children)
         options = zip(expansion.token_ids, chances, strict=True)
         node.alternatives = [(token_id, chance) for token_id, chance in options if token_id not in excluded]
+        hints += self._send_likely(node)
         self._offer(node)
+        return hints
+
+    def _send_likely(self, parent: DraftNode) -> list[Hint]:
+        """Makes nodes of alternatives that a target may verify without a continuation; returns their hints."""
+        hints = []
+        while (
+            not self.is_sampled
+            and parent.alternatives
+            and parent.reach * parent.alternatives[0][1] >= SENT_REACH
+            and len(self.nodes) + self.num_owed + 2 <= self.limits.max_nodes
+        ):
+            node = self._make_node(parent, parent.reach * parent.alternatives[0][1])
+            node.is_sent = True
+            self._offer(node)
+            hints.append(node.hint)
+        self.num_sent_nodes += len(hints)
         return hints
 
     def could_be_verified_next(self, hints: Sequence[Hint]) -> bool:

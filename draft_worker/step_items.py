@@ -10,7 +10,7 @@ import numpy.typing as npt
 from draft_worker.heads.arrived_features import ArrivedFeatures
 from draft_worker.messages import Chain, StepItem
 from draft_worker.session import DraftSession
-from draft_worker.tree.draft_node import DraftNode
+from draft_worker.tree.draft_node import DraftNode, branch
 from outrider.engine.sampling.logit_context import LogitContext
 
 
@@ -61,13 +61,13 @@ def grow_item(session: DraftSession, node_ids: list[int], beyond: Beyond) -> Ste
     for index, node_id in enumerate(node_ids):
         session.nodes[node_id].entry = first_entry + index
     session.entry_nodes = session.entry_nodes + node_ids
-    branches = [session.branch(node_id) for node_id in node_ids]
-    paths = [[node.entry or 0 for node in branch] for branch in branches]
+    branches = [branch(session.cursor_node, session.nodes, node_id) for node_id in node_ids]
+    paths = [[node.entry or 0 for node in each] for each in branches]
     item = _item(
         session,
         [session.nodes[node_id].hint.token_id for node_id in node_ids],
         node_ids,
-        [[node.hint.token_id for node in branch] for branch in branches],
+        [[node.hint.token_id for node in each] for each in branches],
         paths,
         _chain(session, session.nodes[node_ids[0]], session.num_prefix, paths[0], beyond),
         num_masks,

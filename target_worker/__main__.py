@@ -100,6 +100,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         from target_worker.serving.server import TargetServicer
 
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
+        limits = replace(limits, verifies_branches=limits.verifies_branches and engine.feeds_trees)
         head = await worker.beside(lambda: add_head(engine, service, metrics))
         cores = CoreSharing() if engine.can_share_cores else None
         scheduler = Scheduler(limits, engine.allocator, engine.vocab_size, head, cores)

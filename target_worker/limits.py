@@ -72,6 +72,11 @@ class SchedulerLimits:
         8, "most hints verified per sequence and step",
         SPECULATION, "tokens", at_least=0, at_most=MAX_SPECULATIVE_TOKENS,
     )  # fmt: skip
+    verifies_branches: bool = setting(
+        True, "also verify a draft worker's alternatives to its likeliest hints where that pays; greedy decoding and "
+        "sampling with a seed, on CPUs",
+        SPECULATION, flag="--branches", is_advanced=True,
+    )  # fmt: skip
     num_local_tokens: int | None = setting(
         None, "most hints verified per sequence and step where the last come from lookup or a client's prediction, "
         "which cost no draft worker's time; fewer than --num-speculative-tokens count as so many",

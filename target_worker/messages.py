@@ -21,7 +21,7 @@ from outrider.hint_service.messages import StreamId as StreamId
 from outrider.hint_service.messages import SubscribeDraft as SubscribeDraft
 from outrider.hint_service.messages import UnsubscribeDraft as UnsubscribeDraft
 from outrider.hints.confidence import Calibration
-from outrider.hints.hint_tree import Hint
+from outrider.hints.hint_tree import Branch, Hint
 from outrider.sampling_params import (
     BACKGROUND_PRIORITY,
     AcceptanceRule,
@@ -168,9 +168,9 @@ Action = (
 class StepItem:
     """One session's part in a step: `token_ids` are fed, and the last `num_logits` of them yield logits.
 
-    The last `num_decided` rows of logits decide tokens and verify `hints`: `num_decided - 1` hints were fed, and one
-    more may follow for the last position. A prefill chunk that is not the last decides nothing. Where the prompt's own
-    log probabilities are requested, the first rows belong to `prompt_targets`.
+    The last `num_decided` rows of logits decide tokens and verify `hints` and then `branches`: `num_decided - 1` of
+    them were fed, and one more of `hints` may follow for the last position. A prefill chunk that is not the last
+    decides nothing. Where the prompt's own log probabilities are requested, the first rows belong to `prompt_targets`.
     """
 
     session_id: str
@@ -184,10 +184,32 @@ class StepItem:
     seed: int
     acceptance_rule: AcceptanceRule = AcceptanceRule.BLOCK
     prompt_targets: Sequence[int] = ()
+    branches: Sequence[Branch] = ()
 
     @property
     def num_fed_hints(self) -> int:
+        """Those of the path and its branches."""
         return max(self.num_decided - 1, 0)
+
+    @property
+    def num_fed_on_path(self) -> int:
+        return self.num_fed_hints - len(self.branches)
+
+    def seen_entries(self, branch: Branch) -> list[int]:
+        """KV entries between the committed tokens and a branch, its own included. Valid only before the KV is rolled
+        back."""
+        first = self.kv.length - self.num_fed_hints
+        return [*range(first, first + branch.on_path), *self.branch_entries(branch.trail)]
+
+    def branch_entries(self, trail: Sequence[int]) -> list[int]:
+        """KV entries of branches. Valid as above."""
+        first = self.kv.length - len(self.branches)
+        return [first + branch for branch in trail]
+
+    def moved_entries(self, verdict: Verdict) -> tuple[list[int], list[int]]:
+        """KV entries of the accepted branches, and where they belong among the committed tokens. Valid as above."""
+        first = self.kv.length - self.num_fed_hints + verdict.num_accepted
+        return self.branch_entries(verdict.trail), [*range(first, first + len(verdict.trail))]
 
     @property
     def chunk(self) -> Chunk | None:

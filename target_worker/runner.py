@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from outrider.engine.kv.idle_check import IdleCheck
+from outrider.engine.kv.kv_cache import KVSequence
 from outrider.engine.layers.features import packed
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.sampling.logit_edits import edits_of, is_idle
@@ -39,10 +41,16 @@ logger = logging.getLogger(__name__)
 def run_step(engine: Engine, step: Step) -> StepResult:
     """One forward pass over the batch, then verification of all sessions at once."""
     started = time.perf_counter()
-    chunks = [SequenceChunk(item.kv, item.token_ids, item.num_logits) for item in step.items]
+    chunks: list[SequenceChunk] = []
+    for item in step.items:
+        if item.branches:
+            chunks += _branched(item)
+        else:
+            chunks.append(SequenceChunk(item.kv, item.token_ids, item.num_logits))
     logits = engine.forward(chunks)
     if all(map(_is_simple, step.items)):  # the usual step, and those of small models are short
-        verdicts = greedy_verdicts(logits, [(item.hints, item.num_decided) for item in step.items])
+        verdicts = greedy_verdicts(logits, [(item.hints, item.branches, item.num_decided) for item in step.items])
+        _move_entries(engine, step.items, verdicts)
         return StepResult(verdicts, (time.perf_counter() - started) * 1e3)
     requests: list[VerificationRequest | None] = []
     prompts: list[ScoredRows] = []
@@ -61,8 +69,34 @@ def run_step(engine: Engine, step: Step) -> StepResult:
         None if not item.num_decided else Verdict([], 0, 0) if request is None else next(verdicts_in_order)
         for item, request in zip(step.items, requests, strict=True)
     ]
+    _move_entries(engine, step.items, verdicts)
     prompt_logprobs = [next(scores_in_order) if item.prompt_targets else [] for item in step.items]
     return StepResult(verdicts, (time.perf_counter() - started) * 1e3, prompt_logprobs)
+
+
+def _branched(item: StepItem) -> list[SequenceChunk]:
+    """An item's rows: those of committed tokens and the path, then those of branches."""
+    num_branches = len(item.branches)
+    paths = [item.seen_entries(branch) for branch in item.branches]
+    on_path = KVSequence(item.kv.allocator, item.kv.block_ids, item.kv.length - num_branches)  # a view, never freed
+    committed = item.kv.length - item.num_fed_hints
+    return [
+        SequenceChunk(on_path, item.token_ids[:-num_branches], item.num_logits - num_branches),
+        SequenceChunk(item.kv, item.token_ids[-num_branches:], num_branches, committed, paths),
+    ]
+
+
+def _move_entries(engine: Engine, items: Sequence[StepItem], verdicts: Sequence[Verdict | None]) -> None:
+    """Moves the KV of accepted branches to where the committed tokens have theirs."""
+    sources, destinations = [], []
+    for item, verdict in zip(items, verdicts, strict=True):
+        if item.branches and verdict is not None and verdict.trail:
+            slots = item.kv.slots(0, item.kv.length)
+            source, destination = item.moved_entries(verdict)
+            sources.append(slots[source])
+            destinations.append(slots[destination])
+    if sources:
+        engine.move_entries(np.concatenate(sources), np.concatenate(destinations))
 
 
 def _is_simple(item: StepItem) -> bool:
@@ -89,7 +123,9 @@ def _request(item: StepItem, first_row: int, vocab_size: int) -> VerificationReq
             edits = edits_of(item.sampling, context, vocab_size)
         except GrammarViolation:
             return None
-    return VerificationRequest(first_row, context, hints, item.sampling, item.seed, item.acceptance_rule, edits)
+    return VerificationRequest(
+        *(first_row, context, hints, item.sampling, item.seed, item.acceptance_rule, edits, item.branches)
+    )
 
 
 def _num_rows_within_limits(item: StepItem) -> int:

@@ -103,7 +103,7 @@ class MemoryScheduler(Attachments[MemorySession]):
         self.counts.num_accepted += num_matched
 
     def _commit(
-        self, session: MemorySession, event: CommitReceived, token_ids: list[int], *, is_resumed: bool
+        self, session: MemorySession, event: CommitReceived, token_ids: list[int], now: float, *, is_resumed: bool
     ) -> list[Action]:
         self._end(session, token_ids)
         return self._resend(session) if is_resumed else self._propose(session)

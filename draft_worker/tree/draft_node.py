@@ -42,6 +42,35 @@ def primary_path(node: DraftNode, nodes: Nodes) -> Iterator[DraftNode]:
         yield node
 
 
+def child_with_token(node: DraftNode, nodes: Nodes, token_id: int) -> DraftNode | None:
+    """The child of a node that guesses `token_id`."""
+    return next((nodes[child] for child in node.children if nodes[child].hint.token_id == token_id), None)
+
+
+def branch(cursor: DraftNode, nodes: Nodes, node_id: int) -> list[DraftNode]:
+    """The nodes from the cursor's child down to this one."""
+    found: list[DraftNode] = []
+    while node_id != cursor.hint.node_id:
+        found.append(nodes[node_id])
+        node_id = found[-1].hint.parent_id
+    return found[::-1]
+
+
+def kept_below(cursor: DraftNode, nodes: Nodes) -> dict[int, DraftNode]:
+    """The nodes below a cursor that has moved, which is reached now; the probabilities of the others follow."""
+    kept: dict[int, DraftNode] = {}
+    pending = list(cursor.children)
+    cursor_reach = max(cursor.reach, 1e-30)
+    while pending:
+        node_id = pending.pop()
+        node = nodes[node_id]
+        node.reach /= cursor_reach
+        kept[node_id] = node
+        pending.extend(node.children)
+    cursor.reach = 1.0
+    return kept
+
+
 def calibrate(
     calibration: Calibration | None, token_ids: Sequence[int], acceptance_rate: float, path: Iterable[DraftNode]
 ) -> None:

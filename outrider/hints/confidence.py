@@ -72,6 +72,12 @@ class Calibration:
         self.of_record += step * _log_odds(record)
 
 
+def branch_calibrations() -> dict[DecodingMode, Calibration]:
+    """Calibrations of one target by mode, of hints beside a draft's likeliest path. They have no record of their own,
+    and initially the draft is believed."""
+    return {mode: Calibration(of_confidence=1.0, of_record=0.0) for mode in (DecodingMode.GREEDY, DecodingMode.COUPLED)}
+
+
 def calibrations() -> dict[DecodingMode, Calibration]:
     """Calibrations of one worker by mode. None for rejection sampling, which must not use the draft's confidence
     (I4)."""

@@ -59,6 +59,22 @@ class Hint(NamedTuple):
     is_promoted: bool = False
 
 
+class Branch(NamedTuple):
+    """A hint that is verified beside a path of hints. It follows the first `on_path` of them, or one of the branches.
+
+    Branches stand in an order in which each comes after those that lead to it.
+    """
+
+    hint: Hint
+    on_path: int  # hints of the path before it
+    trail: tuple[int, ...]  # indices of the branches from the path down to this one, itself included
+
+    @property
+    def depth(self) -> int:
+        """Hints from the committed tokens down to this one, itself included."""
+        return self.on_path + len(self.trail)
+
+
 @dataclass(slots=True)
 class _Node:
     hint: Hint
@@ -200,6 +216,11 @@ class HintTree:
         """The primary child of the cursor or a live node; None for None."""
         children = self._children_of(node_id) if node_id is not None else []
         return self._nodes[children[0]].hint if children else None
+
+    def alternatives(self, node_id: int, limit: int) -> list[Hint]:
+        """The first children of the cursor or a live node beside the primary one, at most `limit`."""
+        children = self._children_of(node_id)
+        return [self._nodes[child].hint for child in children[1 : 1 + limit]] if len(children) > 1 else []
 
     def child_with_token(self, node_id: int | None, token_id: int) -> Hint | None:
         """The child of the cursor or a live node that guesses `token_id`; None for None."""

@@ -15,12 +15,14 @@ residual.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hints.confidence import Calibration
-from outrider.hints.hint_tree import Hint, HintTree
+from outrider.hints.hint_tree import Branch, Hint, HintTree
+from target_worker.hints.branches import BranchSearch, LikelyBranch
 from target_worker.hints.local_source import (
     NOTHING_LOCAL,
     HintKind,
@@ -43,9 +45,22 @@ class HintPath:
     local: LocalProposal = NOTHING_LOCAL  # source of the local hints
     # The same of a draft worker's hints, by position in `hints`. Not compared: estimates are no part of a path.
     remote_chances: Sequence[float] = field(default=(), compare=False)
+    branches: Sequence[LikelyBranch] = ()
+    max_fed: int = field(default=0, compare=False)  # hints in all, where there are branches
+    is_always: bool = False  # all of the path is fed, whatever it is worth
 
     def gains(self) -> list[float]:
-        """Per feedable hint, the probability that it and all before it are accepted; a forced token is certain."""
+        """Per feedable hint, of the path and its branches, the probability that it and all before it are accepted. In
+        falling order, in which they are fed."""
+        gains = self._path_gains()
+        if self.branches:
+            gains = sorted([*gains, *(each.gain for each in self.branches)], reverse=True)[: self.max_fed]
+        return gains
+
+    def _path_gains(self) -> list[float]:
+        """The same of the path alone; a forced token is certain."""
+        if self.is_always:
+            return [1.0] * self.num_feedable
         chance, chances, num_local = 1.0, [], 0
         for position, hint in enumerate(self.hints[: self.num_feedable]):
             if is_local(hint):
@@ -70,9 +85,21 @@ class HintPath:
         if tried is not None and self.local.source is not None:
             self.local.source.observe(self.local.proposal, num_matched=tried[1], num_verified=tried[0])
 
-    def for_step(self, num_fed: int) -> list[Hint]:
-        """The hints that a step with `num_fed` fed hints verifies: one more than fed, where there is one."""
-        return self.hints[: num_fed + 1]
+    def for_step(self, num_fed: int) -> tuple[list[Hint], list[Branch]]:
+        """The path's hints and the branches that a step with `num_fed` fed hints verifies: of the path one more than
+        fed, where there is one."""
+        if not self.branches:
+            return self.hints[: num_fed + 1], []
+        gains = self._path_gains()
+        num_on_path = num_branches = 0
+        while num_on_path + num_branches < num_fed:
+            is_branch = num_branches < len(self.branches) and not (
+                # Of equals the path's comes first: it may lead to the branch.
+                num_on_path < len(gains) and gains[num_on_path] >= self.branches[num_branches].gain
+            )
+            num_branches += is_branch
+            num_on_path += not is_branch
+        return self.hints[: num_on_path + 1], [each.branch for each in self.branches[:num_branches]]
 
 
 def is_forced(hint: Hint) -> bool:
@@ -90,6 +117,14 @@ def is_remote(hint: Hint) -> bool:
     return hint.node_id >= 0
 
 
+def calibrate(calibration: Calibration, hints: Sequence[Hint], num_matched: int, records: Sequence[float]) -> None:
+    """Learns from a verified path of which the first hints were accepted. records: what was known before, by
+    position."""
+    for position, hint in enumerate(hints[: num_matched + 1]):
+        if is_remote(hint):
+            calibration.observe(hint.confidence, records[position], is_accepted=position < num_matched)
+
+
 @dataclass(frozen=True, slots=True)
 class HintSources:
     """The sources of one session's hints; None for a source that it lacks."""
@@ -100,6 +135,7 @@ class HintSources:
     grammar: GrammarState | None  # has consumed all committed output
     # Calibrates the draft's confidence; None under rejection sampling, which must not use it (I4).
     calibration: Calibration | None = None
+    of_branches: Calibration | None = None  # its confidence in alternatives; None: none are verified
 
     def remote_chances(self, hints: Sequence[Hint]) -> Sequence[float]:
         """Acceptance probability of each hint of a path, given those before it; meaningful for a draft worker's hints
@@ -110,6 +146,19 @@ class HintSources:
             self.calibration.chance(hint.confidence, record)
             for hint, record in zip(hints, self.acceptance, strict=False)
         ]
+
+    def branches(
+        self, path: Sequence[Hint], stop_token_ids: frozenset[int], max_branches: int
+    ) -> Sequence[LikelyBranch]:
+        """Branches beside a path that begins with a draft worker's hints. None under a grammar, which may exclude
+        them."""
+        if self.of_branches is None or self.calibration is None or self.tree is None or self.grammar is not None:
+            return ()
+        own = list(itertools.takewhile(is_remote, path))
+        if not own:
+            return ()
+        search = BranchSearch(self.tree, self.acceptance, self.calibration, self.of_branches, stop_token_ids)
+        return search.find(own, max_branches)
 
 
 def choose_path(
@@ -136,7 +185,8 @@ def choose_path(
         hints, num_feedable = hints[: stop + 1], min(stop, num_feedable)
     elif grammar is not None and hints and not _permits(grammar, [hint.token_id for hint in hints]):
         num_feedable = min(len(hints) - 1, num_feedable)
-    return HintPath(hints, num_feedable, local, sources.remote_chances(hints))
+    branches = sources.branches(hints[:num_feedable], stop_token_ids, max_fed)
+    return HintPath(hints, num_feedable, local, sources.remote_chances(hints), branches, max(max_fed, num_feedable))
 
 
 def _with_local_hints(

@@ -18,7 +18,7 @@ from outrider.engine.chunk_cost import ChunkCost
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.sampling.verdict import Verdict
 from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError
-from outrider.hints.confidence import calibrations
+from outrider.hints.confidence import branch_calibrations, calibrations
 from outrider.hints.hint_wait import Expecting, HintWait
 from outrider.hints.pace import Pace
 from outrider.hints.step_cost import StepCost, StepLine
@@ -90,6 +90,7 @@ class Scheduler:
         self._next_deadline_check_s = -math.inf
         self._early = EarlyEvents(limits)
         self._calibrations = calibrations()
+        self._branch_calibrations = branch_calibrations() if limits.verifies_branches else {}
         self._heads = HeadTurns(head, may_pause=limits.may_pause)
         self._memory_calibrations = calibrations()
 
@@ -166,6 +167,7 @@ class Scheduler:
                 local=local_sources(event, self.limits, self._recent, head),
                 head=head,
                 calibration=self._calibrations.get(event.sampling.decoding_mode),
+                of_branches=self._branch_calibrations.get(event.sampling.decoding_mode),
                 now=now,
             )
             self._forecast.check_in_time(session, now, self._best_step_ms)
@@ -334,7 +336,7 @@ class Scheduler:
         self, session: Session, item: StepItem, verdict: Verdict, step_ms: float, hint_price: float | None, now: float
     ) -> list[Action]:
         actions: list[Action] = []
-        outcome = session.commit(verdict, item.hints, item.num_fed_hints)
+        outcome = session.commit(verdict, item)
         if hint_price is not None and (outcome.num_draft_tokens or not item.num_fed_hints):
             self._intake.judge(session, outcome.num_accepted - outcome.num_draft_tokens * hint_price)
         if session.first_token_at is None:

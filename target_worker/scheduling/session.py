@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.engine.kv.kv_cache import KVSequence
 from outrider.engine.kv.prefix_cache import SequenceBlocks
@@ -16,23 +16,26 @@ from outrider.grammar import GrammarState
 from outrider.hints.acceptance import BlockAcceptance
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_intake import SessionIntake
-from outrider.hints.hint_tree import Hint, HintTree
+from outrider.hints.hint_tree import Branch, Hint, HintTree
 from outrider.hints.speculation import HintTiming
 from outrider.sampling_params import BACKGROUND_PRIORITY, DecodingMode, SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
+from target_worker.hints.branches import observe_branches
 from target_worker.hints.head_hints import HeadHints
-from target_worker.hints.hint_path import (
-    CERTAIN_MATCH,
-    HintPath,
-    HintSources,
-    choose_path,
-    is_remote,
-)
+from target_worker.hints.hint_path import CERTAIN_MATCH, HintPath, HintSources, calibrate, choose_path, is_remote
 from target_worker.hints.local_source import LocalSource
 from target_worker.hints.memory import MemoryHints
 from target_worker.hints.subscribers import Subscriber, commits_for
 from target_worker.limits import SchedulerLimits
-from target_worker.messages import Action, PromptScored, SourceCount, StartSession, StreamId, SubscribeDraft
+from target_worker.messages import (
+    Action,
+    PromptScored,
+    SourceCount,
+    StartSession,
+    StepItem,
+    StreamId,
+    SubscribeDraft,
+)
 from target_worker.objectives import NO_AIM, Aim
 from target_worker.scheduling.output_grammar import (
     advance,
@@ -47,6 +50,7 @@ from target_worker.scheduling.session_statistics import (
     count_sources,
     count_step,
     counts_by_source,
+    counts_of_draft,
     origins_of,
 )
 
@@ -96,6 +100,7 @@ class Session:
     deadline_at: float = math.inf  # shell's clock, seconds
     aim: Aim = NO_AIM
     calibration: Calibration | None = None  # shared by its decoding mode; None under rejection (I4)
+    of_branches: Calibration | None = None  # the same for hints beside the path; None: none are verified
     tree: HintTree = field(default_factory=HintTree)
     acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
     timing: HintTiming = field(default_factory=HintTiming)
@@ -125,6 +130,7 @@ class Session:
         local: Sequence[LocalSource],
         head: HeadHints | None,
         calibration: Calibration | None,
+        of_branches: Calibration | None,
         now: float,
     ) -> Session:
         sampling = event.sampling
@@ -151,6 +157,7 @@ class Session:
             deadline_at=event.deadline_at,
             aim=event.aim,
             calibration=calibration,
+            of_branches=of_branches,
             local=local,
             head=head,
         )
@@ -200,26 +207,22 @@ class Session:
         tree = self.tree if self.accepts_hints else None
         limit = self.hint_limit(limits.num_speculative_tokens)
         chances = self.acceptance.chances(limit + 1) if tree is not None else ()
-        sources = HintSources(tree, chances, self.local, self.grammar, self.calibration)
+        sources = HintSources(tree, chances, self.local, self.grammar, self.calibration, self.of_branches)
         max_local = self.hint_limit(limits.num_local_tokens_max)
         self.path = choose_path(sources, self.token_ids, self.stop_token_ids, limit, max_local)
+        if self.speculation.is_always:
+            self.path = replace(self.path, is_always=True)
         return self.path
 
-    def hint_gains(self) -> list[float]:
-        """Gains of the chosen path (`HintPath.gains`); a session that always speculates has every hint of it
-        verified."""
-        return [1.0] * self.path.num_feedable if self.speculation.is_always else self.path.gains()
-
-    def logit_context(self, hints: list[Hint], num_rows: int) -> LogitContext:
-        """Returns the tokens before each of `num_rows` positions, with `hints[i]` at the i-th."""
+    def logit_context(self, hints: list[Hint], num_rows: int, branches: Sequence[Branch] = ()) -> LogitContext:
+        """Returns the tokens before each of `num_rows` positions, with `hints[i]` at the i-th; the last ones follow
+        branches."""
         hinted_ids = [hint.token_id for hint in hints]
-        return LogitContext(
-            self.token_ids,
-            self.num_prompt_tokens,
-            [hinted_ids[:row] for row in range(num_rows)],
-            self.end_token_ids,
-            self.grammar,
-        )
+        continuations = [hinted_ids[:row] for row in range(num_rows - len(branches))]
+        for branch in branches:
+            own = [branches[each].hint.token_id for each in branch.trail]
+            continuations.append([*hinted_ids[: branch.on_path], *own])
+        return LogitContext(self.token_ids, self.num_prompt_tokens, continuations, self.end_token_ids, self.grammar)
 
     def is_output_complete(self) -> bool:
         """Whether the grammar permits nothing after the current output."""
@@ -314,16 +317,13 @@ class Session:
             )
         ]
 
-    def commit(self, verdict: Verdict, hints: list[Hint], num_fed_hints: int) -> CommitOutcome:
+    def commit(self, verdict: Verdict, item: StepItem) -> CommitOutcome:
         """Appends the tokens of a verdict up to a stop token, the grammar's end or the length limit, and rolls the KV
-        back.
-
-        `hints` were verified; the first `num_fed_hints` of them had been fed to the model.
-        """
+        back. `item`: the session's part in the step."""
         if not verdict.token_ids:
             self.kv.truncate(min(self.kv.length, self.committed_len - 1))
             return CommitOutcome([], [], 0, 0, 0, 0, (), 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
-        num_verified, num_matched = self._learn(verdict, hints)
+        num_verified, num_matched = self._learn(verdict, item)
         token_ids: list[int] = []
         permitted = verdict.token_ids
         if self.grammar is not None:
@@ -337,10 +337,9 @@ class Session:
             if self.committed_len + len(token_ids) == self.max_len:
                 reason = target_pb2.FINISH_REASON_LENGTH
                 break
-        held = hints[: min(verdict.num_accepted, len(token_ids))]
-        num_draft_tokens = sum(map(is_remote, hints[:num_fed_hints]))
-        num_accepted = sum(map(is_remote, held))
-        predicted = count_sources(self.stats, hints, verdict, len(token_ids))
+        counts = counts_by_source(item, verdict, len(token_ids))
+        num_draft_tokens, num_accepted = counts_of_draft(counts)
+        predicted = count_sources(self.stats, item.hints, verdict, len(token_ids))
         count_step(self.stats, num_accepted, num_draft_tokens)
         if self.grammar is not None and stop_token_id is None:
             reason = advance(self.grammar, token_ids) or reason
@@ -348,7 +347,7 @@ class Session:
         self.tree.commit(token_ids)
         self.has_outcome = num_verified > 0 and reason is None
         self.kv.truncate(min(self.kv.length, self.committed_len - 1))
-        origins = origins_of(verdict, num_fed_hints)[: len(token_ids)]
+        origins = origins_of(verdict, item)[: len(token_ids)]
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(token_ids)]
         return CommitOutcome(
             token_ids,
@@ -356,7 +355,7 @@ class Session:
             num_draft_tokens,
             num_accepted,
             *predicted,
-            counts_by_source(hints[:num_fed_hints], len(held)),
+            counts,
             num_verified,
             num_matched,
             logprobs,
@@ -364,25 +363,22 @@ class Session:
             stop_token_id,
         )
 
-    def _learn(self, verdict: Verdict, hints: list[Hint]) -> tuple[int, int]:
-        """Updates acceptance statistics; returns (verified, accepted) counts of the draft worker's hints only."""
+    def _learn(self, verdict: Verdict, item: StepItem) -> tuple[int, int]:
+        """Updates acceptance statistics; returns (verified, accepted) counts of the draft worker's hints on the path
+        only."""
+        hints = item.hints
         if not hints:  # the usual step of a session without a draft, where every microsecond is one between steps
             return 0, 0
         num_verified = sum(map(is_remote, hints))
         num_matched = sum(map(is_remote, hints[: verdict.num_matched]))
         self.path.observe_local(len(hints), verdict.num_matched)
         if num_verified:
-            self._calibrate(hints, verdict.num_matched)
+            if self.calibration is not None:
+                calibrate(self.calibration, hints, verdict.num_matched, self.acceptance.chances(len(hints)))
             self.acceptance.observe(num_matched, num_verified)
+        if item.branches and self.of_branches is not None:
+            observe_branches(self.of_branches, item.branches, verdict)
         return num_verified, num_matched
-
-    def _calibrate(self, hints: list[Hint], num_matched: int) -> None:
-        if self.calibration is None:
-            return
-        records = self.acceptance.chances(len(hints))
-        for position, hint in enumerate(hints[: num_matched + 1]):
-            if is_remote(hint):
-                self.calibration.observe(hint.confidence, records[position], is_accepted=position < num_matched)
 
     def count_outcome(self) -> None:
         """Counts the outcome of the last step, if it had hints; must be called when the next one could begin."""

@@ -9,7 +9,7 @@ from outrider.hints.hint_tree import Hint, HintTree
 from outrider.sampling_params import UINT32_MAX
 from protos.outrider.v1 import common_pb2
 from target_worker.hints.local_source import HintKind
-from target_worker.messages import SourceCount
+from target_worker.messages import SourceCount, StepItem
 
 
 def count_step(stats: common_pb2.SpeculationStats, num_accepted: int, num_draft_tokens: int) -> None:
@@ -56,18 +56,32 @@ SOURCES = {
 }
 
 
-def counts_by_source(fed: Sequence[Hint], num_held: int) -> tuple[SourceCount, ...]:
-    """Counts of the hints that a step fed, of which the first `num_held` are in the output, by source."""
-    if not fed:
+def counts_by_source(item: StepItem, verdict: Verdict, num_committed: int) -> tuple[SourceCount, ...]:
+    """Counts of the hints that a step fed, and how many of them are among the tokens that are kept, by source."""
+    if not item.num_fed_hints:
         return ()
+    num_held = min(verdict.num_accepted, num_committed)
+    num_held_branches = min(len(verdict.trail), num_committed - num_held)
     found: dict[common_pb2.HintSource, list[int]] = {}
-    for position, hint in enumerate(fed):
+    for position, hint in enumerate(item.hints[: item.num_fed_on_path]):
         kind = hint.node_id
         source = common_pb2.HINT_SOURCE_DRAFT if kind >= 0 else SOURCES[HintKind(kind)]
         counts = found.setdefault(source, [0, 0])
         counts[0] += 1
         counts[1] += position < num_held
+    if item.branches:
+        counts = found.setdefault(common_pb2.HINT_SOURCE_DRAFT, [0, 0])
+        counts[0] += len(item.branches)
+        counts[1] += num_held_branches
     return tuple(SourceCount(source, *counts) for source, counts in found.items())
+
+
+def counts_of_draft(counts: Sequence[SourceCount]) -> tuple[int, int]:
+    """Fed hints of a draft worker, and those of them that are kept."""
+    for source, num_verified, num_accepted in counts:
+        if source == common_pb2.HINT_SOURCE_DRAFT:
+            return num_verified, num_accepted
+    return 0, 0
 
 
 def _num_of(kind: HintKind, hints: Sequence[Hint]) -> int:
@@ -92,12 +106,15 @@ def _increment(histogram: MutableSequence[int], index: int) -> None:
     histogram[index] += 1
 
 
-def origins_of(verdict: Verdict, num_fed_hints: int) -> list[common_pb2.TokenOrigin]:
-    """Returns the origin of each token of a verdict, `num_fed_hints` hints having been fed."""
-    if num_fed_hints == 0:
+def origins_of(verdict: Verdict, item: StepItem) -> list[common_pb2.TokenOrigin]:
+    """Returns the origin of each token of a verdict."""
+    trail = verdict.trail
+    if item.num_fed_hints == 0:
         extra = common_pb2.TOKEN_ORIGIN_PLAIN
-    elif verdict.num_accepted == num_fed_hints:
-        extra = common_pb2.TOKEN_ORIGIN_BONUS
-    else:
+    elif (not trail and verdict.num_accepted < item.num_fed_on_path) or any(
+        branch.on_path == verdict.num_accepted and branch.trail[:-1] == trail for branch in item.branches
+    ):
         extra = common_pb2.TOKEN_ORIGIN_RECOVERED
-    return [common_pb2.TOKEN_ORIGIN_ACCEPTED] * verdict.num_accepted + [extra]
+    else:  # nothing was fed that could have come here
+        extra = common_pb2.TOKEN_ORIGIN_BONUS
+    return [common_pb2.TOKEN_ORIGIN_ACCEPTED] * (verdict.num_accepted + len(trail)) + [extra]

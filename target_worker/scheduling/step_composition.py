@@ -43,7 +43,7 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
     # While prompts wait, hints take at most half of the remaining tokens.
     hint_budget = budget // 2 if room.prefilling else budget
     paths = [session.hint_path(limits) for session in decoding]
-    gains = [session.hint_gains() for session in decoding]
+    gains = [path.gains() for path in paths]
     # Most sessions have no objective, and steps of small models are short.
     budgets = [
         _budget(session, (own, _gains_by_record(session, limits)), line, len(decoding), now)
@@ -170,8 +170,10 @@ def prefill_item(session: Session, max_tokens: int, limits: SchedulerLimits) -> 
 
 def deciding_item(session: Session, path: HintPath, num_fed: int) -> StepItem:
     """Feeds everything pending, then `num_fed` hints, and decides a token at each."""
-    start, hints = session.kv.length, path.for_step(num_fed)
-    token_ids = session.token_ids[start:] + [hint.token_id for hint in hints[:num_fed]]
+    start = session.kv.length
+    hints, branches = path.for_step(num_fed)
+    token_ids = session.token_ids[start:] + [hint.token_id for hint in hints[: num_fed - len(branches)]]
+    token_ids += [branch.hint.token_id for branch in branches]
     session.kv.extend(len(token_ids))
     prompt_targets = session.prompt_targets(start, len(token_ids))
     return StepItem(
@@ -181,9 +183,10 @@ def deciding_item(session: Session, path: HintPath, num_fed: int) -> StepItem:
         num_logits=len(token_ids) if prompt_targets else num_fed + 1,
         num_decided=num_fed + 1,
         hints=hints,
-        context=session.logit_context(hints, num_fed + 1),
+        context=session.logit_context(hints, num_fed + 1, branches),
         sampling=session.sampling,
         seed=session.seed,
         acceptance_rule=session.speculation.acceptance_rule,
         prompt_targets=prompt_targets,
+        branches=branches,
     )

@@ -19,7 +19,7 @@ from draft_worker.session import DraftSession
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.sampling.randomness import mix
 from outrider.hints.confidence import Calibration, confidence_level
-from outrider.hints.hint_tree import Hint
+from outrider.hints.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
@@ -281,14 +281,33 @@ class TestChoice:
 
 
 class TestAlternatives:
-    def test_they_are_no_nodes_and_not_sent_before_their_turn(self) -> None:
-        garden = Garden(steady(0.9, 0.05, 0.03))
+    def test_unlikely_ones_are_no_nodes_and_not_sent_before_their_turn(self) -> None:
+        garden = Garden(steady(0.9, 0.04, 0.03))
         garden.turn()
         assert [len(hints) for hints in garden.sent.values()] == [1]
         assert len(garden.session().nodes) == 1
 
-    def test_one_that_is_sent_has_a_continuation_in_the_same_message(self) -> None:
-        garden = Garden(steady(0.6, 0.3), max_nodes_per_step=1)
+    def test_likely_ones_are_sent_at_once_and_fed_later(self) -> None:
+        garden = Garden(steady(0.6, 0.3, 0.04), max_nodes_per_step=1)
+        garden.turn()
+        primary, likely = garden.sent["s0"]
+        assert primary.parent_id == likely.parent_id == ROOT_ID
+        assert likely.confidence == confidence_level(0.3)
+        assert garden.session().nodes[likely.node_id].entry is None
+        garden.rest()
+        assert garden.session().nodes[likely.node_id].entry is not None
+
+    def test_under_rejection_none_is_sent_before_its_turn_nor_with_a_confidence(self) -> None:
+        """The draft's own probability of a token must not reach the target (I4)."""
+        garden = Garden(steady(0.6, 0.3), num_sessions=0, max_nodes_per_step=1)
+        garden.attach("s0", (1, 2), steady(0.6, 0.3), SamplingParams(temperature=1.0))
+        garden.turn()
+        assert len(garden.sent["s0"]) == 1
+        garden.rest()
+        assert all(node.hint.confidence == 0 for node in garden.session().nodes.values())
+
+    def test_an_unlikely_one_that_is_sent_has_a_continuation_in_the_same_message(self) -> None:
+        garden = Garden(steady(0.9, 0.045), max_nodes_per_step=1, min_reach=0.01)
         num_alternatives = 0
         while garden.turn():
             hints = garden.sent.get("s0", [])

@@ -31,7 +31,7 @@ from outrider.engine.sampling.rejection import (
 )
 from outrider.engine.sampling.sampling import draft_distributions, probabilities, sample_draft
 from outrider.engine.sampling.verification import Verdict
-from outrider.hints.hint_tree import DraftDistribution, Hint
+from outrider.hints.hint_tree import Branch, DraftDistribution, Hint
 from outrider.sampling_params import AcceptanceRule, SamplingParams
 from tests.engine.verification_cases import Case, verify_one, verify_together
 
@@ -85,7 +85,8 @@ def verify_blocks(rule: AcceptanceRule, blocks: Sequence[Block]) -> list[Verdict
 
 def test_a_step_of_greedy_sequences_alone_is_decided_as_among_others() -> None:
     """Blocks with right and wrong hints, one of them for the last row or none, and sequences that decide nothing."""
-    cases, parts = [], []
+    cases: list[Case] = []
+    parts: list[tuple[list[Hint], list[Branch], int]] = []
     for seed in range(200):
         logits = random_logits(seed, 1 + seed % 4)
         best = logits.argmax(dim=-1).tolist()
@@ -93,7 +94,7 @@ def test_a_step_of_greedy_sequences_alone_is_decided_as_among_others() -> None:
         hints = [hint(token_id, node_id=1 + row) for row, token_id in enumerate(said[: len(said) - seed % 3 // 2])]
         text = LogitContext(range(9), 9, [said[:row] for row in range(len(logits))])
         cases.append(Case(logits, hints, GREEDY, 1, text, AcceptanceRule.BLOCK))
-        parts += [(hints, len(logits)), ([], 0)]
+        parts += [(hints, [], len(logits)), ([], [], 0)]
     verdicts = verification.greedy_verdicts(torch.cat([case.logits for case in cases]), parts)
     assert verdicts[::2] == verify_together(cases)
     assert verdicts[1::2] == [None] * len(cases)

@@ -234,7 +234,13 @@ def ending(ended: target_messages.SessionEnded) -> Ending:
 
 
 def _target_core(
-    tiny: TinyModel, cost: StepCost, num_blocks: int | None, role: str, head: DraftsLocally | None
+    tiny: TinyModel,
+    cost: StepCost,
+    num_blocks: int | None,
+    role: str,
+    head: DraftsLocally | None,
+    *,
+    verifies_branches: bool,
 ) -> TargetCore:
     limits = SchedulerLimits(
         max_num_seqs=MAX_NUM_SEQS,
@@ -247,6 +253,7 @@ def _target_core(
         hint_wait_ms_max=0.0,
         max_lookup_tokens=4096,
         may_pause=False,  # hostile hints are to be verified too
+        verifies_branches=verifies_branches,
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )
     model = engine(tiny, role)
@@ -473,6 +480,7 @@ class Manner:
 
     on_time: float = 0.5  # chance that every hint that the draft can find arrives before a target step
     unrest: float = 0.0  # chance per target step that a session's draft is attached anew, or not listened to
+    has_branches: bool = True  # beside the path; off where the share of accepted hints is to tell how good a draft is
 
 
 class Bridge:
@@ -496,7 +504,9 @@ class Bridge:
         self._draft = draft
         self._cost = GivenCost()
         self._local_head = local_head
-        self._target = _target_core(tiny, self._cost, num_blocks, role, local_head)
+        self._target = _target_core(
+            tiny, self._cost, num_blocks, role, local_head, verifies_branches=manner.has_branches
+        )
         self._to_target: deque[target_messages.Event] = deque()
         self._to_draft: deque[FromTarget] = deque()
         self._requests: dict[str, Request] = {}

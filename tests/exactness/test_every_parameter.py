@@ -148,7 +148,7 @@ def test_a_session_that_moved_goes_on_as_if_it_had_not(case: str, mode: str) -> 
 def test_a_draft_equal_to_its_target_is_accepted(case: str, mode: str) -> None:
     """95 % or better: the draft applies every parameter as its target does."""
     verified = accepted = forced = 0
-    for result in run_texts(case, mode, "self", Manner(on_time=1.0)):
+    for result in run_texts(case, mode, "self", Manner(on_time=1.0, has_branches=False)):
         assert result.ended is not None
         counts = result.hint_counts()
         verified += counts[0]

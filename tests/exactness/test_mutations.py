@@ -15,6 +15,7 @@ import pytest
 from draft_worker import runner as draft_runner
 from outrider.engine.sampling import randomness, rejection, sampling, verification
 from outrider.hints.hint_tree import DraftDistribution
+from target_worker import runner as target_runner
 from target_worker.hints.hint_path import HintPath, choose_path
 from target_worker.scheduling import session as target_session
 from tests.exactness.cases import LARGE_PROMPTS, small_params
@@ -126,10 +127,17 @@ def test_coupled_text_shows_that_the_noise_has_another_key(forgotten: str, monke
         return right(given["seed"], given["position"], given["purpose"])
 
     monkeypatch.setattr(sampling, "key", wrong)
-    results = run_texts("none", "coupled", "self", Manner(on_time=1.0))
+    results = run_texts("none", "coupled", "self", Manner(on_time=1.0, has_branches=False))
     verified = sum(result.hint_counts()[0] for result in results)
     assert sum(result.hint_counts()[1] for result in results) > 0.9 * verified > 0
     for result, expected in zip(results, expected_outputs("none", "coupled") * 2, strict=True):
         with pytest.raises(AssertionError, match="the reference says"):
             check_same(result, expected)
     assert len(results) == 2 * len(LARGE_PROMPTS)
+
+
+def test_text_shows_that_the_kv_of_accepted_branches_stays_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_runner, "_move_entries", lambda *_: None)
+    results = run_texts("none", "greedy", "good", Manner(on_time=1.0))
+    expected = expected_outputs("none", "greedy") * 2
+    assert any(result.token_ids != each.token_ids for result, each in zip(results, expected, strict=True))

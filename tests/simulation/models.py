@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import cast
 
@@ -18,9 +19,9 @@ from outrider.engine.sampling.token_logprobs import TokenLogprobs
 from outrider.engine.sampling.verification import Verdict
 from outrider.grammar import GrammarViolation
 from outrider.sampling_params import GrammarKind, GrammarSpec
-from target_worker.messages import Step, StepItem, StepResult
+from target_worker.messages import StepItem
 from tests.simulation.clock import SimulatedLoop
-from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, _token, digest_after, seed_of
+from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, _token, decided, digest_after, said_in, seed_of
 
 NO_LETTER_TWICE = GrammarSpec(GrammarKind.REGEX, "no letter twice")
 SLOW_TO_COMPILE = GrammarSpec(GrammarKind.REGEX, "no letter twice, slowly")
@@ -68,36 +69,22 @@ class TargetModel(FakeModel):
         super().__init__(num_slots)
         self._weights = weights
 
-    def run(self, step: Step, step_ms: float = 1.0) -> StepResult:
-        for item in step.items:
-            first = item.kv.length - len(item.token_ids)
-            for slot, token_id in zip(item.kv.slots(first, item.kv.length), item.token_ids, strict=True):
-                self.cache[slot] = token_id
-        return StepResult([self._decide(item) if item.num_decided else None for item in step.items], step_ms)
-
-    def _decide(self, item: StepItem) -> Verdict:
-        num_rows = item.num_decided
-        text = [self.cache[slot] for slot in item.kv.slots(0, item.kv.length)]
+    def decide(self, item: StepItem) -> Verdict:
+        assert item.num_fed_on_path <= len(item.hints) <= item.num_fed_on_path + 1
         position = len(item.context.token_ids)
-        assert position == len(text) - num_rows + 1
-        assert [len(each) for each in item.context.continuations] == list(range(num_rows))
+        text = [self.cache[slot] for slot in item.kv.slots(0, position)]
         has_grammar = item.context.grammar is not None
-        digest = _begin(seed_of(item.sampling, item.seed), self._weights)
-        digest = digest_after(digest, tuple(text[:position]))
-        before = text[position - 1] if has_grammar and position > item.context.num_prompt_tokens else None
-        choices = [_next(digest, before)]
-        for token_id in text[position:]:
-            digest = mix(digest ^ (token_id + 1))
-            choices.append(_next(digest, token_id if has_grammar else None))
-        assert num_rows - 1 <= len(item.hints) <= num_rows
-        num_accepted = 0
-        while num_accepted < num_rows - 1 and item.hints[num_accepted].token_id == choices[num_accepted]:
-            num_accepted += 1
-        is_guessed = [hint.token_id for hint in item.hints[num_accepted:]][:1] == choices[num_accepted:][:1]
-        token_ids, logprobs = choices[: num_accepted + 1], None
-        if item.sampling.num_logprobs is not None:
-            logprobs = [TokenLogprobs(logprob_of(token_id), 1) for token_id in token_ids]
-        return Verdict(token_ids, num_accepted, num_accepted + is_guessed, logprobs)
+        begin = digest_after(_begin(seed_of(item.sampling, item.seed), self._weights), tuple(text))
+        choices = []
+        for said in said_in(item, self.cache):
+            before = text[-1] if has_grammar and position > item.context.num_prompt_tokens else None
+            if said:
+                before = said[-1] if has_grammar else None
+            choices.append(_next(digest_after(begin, tuple(said)), before))
+        verdict = decided(item, choices)
+        if item.sampling.num_logprobs is None:
+            return verdict
+        return replace(verdict, logprobs=[TokenLogprobs(logprob_of(token_id), 1) for token_id in verdict.token_ids])
 
 
 class Grammar:

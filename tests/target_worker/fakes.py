@@ -11,7 +11,7 @@ from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.sampling.randomness import mix
 from outrider.engine.sampling.verification import Verdict
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
-from target_worker.messages import Drafted, HeadResult, HeadTurn, StartSession, Step, StepResult
+from target_worker.messages import Drafted, HeadResult, HeadTurn, StartSession, Step, StepItem, StepResult
 
 VOCAB_SIZE = 5
 END = 4
@@ -70,6 +70,38 @@ def greedy_text(
     return text, None
 
 
+def said_in(item: StepItem, cache: Sequence[int]) -> list[list[int]]:
+    """Returns the tokens that a cache has after the committed ones, for each row that decides. They must be the
+    item's."""
+    first = item.kv.length - item.num_fed_hints
+    assert len(item.context.token_ids) == first
+    entries = [[*range(first, first + row)] for row in range(1 + item.num_fed_on_path)]
+    entries += [item.seen_entries(branch) for branch in item.branches]
+    slots = item.kv.slots(0, item.kv.length)
+    said = [[cache[slots[entry]] for entry in own] for own in entries]
+    assert said == [list(each) for each in item.context.continuations]
+    return said
+
+
+def decided(item: StepItem, choices: Sequence[int]) -> Verdict:
+    """The verdict where `choices[i]` follows the text of row i: token by token, as far as there is a row for it."""
+    rows: dict[tuple[int, ...], int] = {}
+    for row, said in enumerate(item.context.continuations):
+        rows.setdefault(tuple(said), row)
+    text: tuple[int, ...] = ()
+    row = 0
+    while text in rows:
+        row = rows[text]
+        text = (*text, choices[row])
+    hinted = [hint.token_id for hint in item.hints]
+    branch = row - 1 - item.num_fed_on_path
+    trail = item.branches[branch].trail if branch >= 0 else ()
+    num_accepted = len(text) - 1 - len(trail)
+    assert list(text[:num_accepted]) == hinted[:num_accepted]
+    is_guessed = not trail and hinted[num_accepted:][:1] == [text[-1]]
+    return Verdict(list(text), num_accepted, num_accepted + is_guessed, trail=trail)
+
+
 class FakeModel:
     """Runs a step as the engine does. Reads the prefix back from its cache, so that wrong KV gives wrong text."""
 
@@ -77,32 +109,26 @@ class FakeModel:
         self.cache = [-1] * num_slots
 
     def run(self, step: Step, step_ms: float = 1.0) -> StepResult:
-        verdicts: list[Verdict | None] = []
         for item in step.items:
             first = item.kv.length - len(item.token_ids)
             for slot, token_id in zip(item.kv.slots(first, item.kv.length), item.token_ids, strict=True):
                 self.cache[slot] = token_id
-        for item in step.items:
-            num_rows = item.num_decided
-            if not num_rows:
-                verdicts.append(None)
-                continue
-            text = [self.cache[slot] for slot in item.kv.slots(0, item.kv.length)]
-            position = len(item.context.token_ids)
-            assert position == len(text) - num_rows + 1
-            assert [len(said) for said in item.context.continuations] == list(range(num_rows))
-            digest = _digest(text[:position], seed_of(item.sampling, item.seed))
-            choices = [_token(digest)]
-            for token_id in text[position:]:
-                digest = mix(digest ^ (token_id + 1))
-                choices.append(_token(digest))
-            assert num_rows - 1 <= len(item.hints) <= num_rows
-            num_accepted = 0
-            while num_accepted < num_rows - 1 and (item.hints[num_accepted].token_id == choices[num_accepted]):
-                num_accepted += 1
-            is_guessed = [hint.token_id for hint in item.hints[num_accepted:]][:1] == choices[num_accepted:][:1]
-            verdicts.append(Verdict(choices[: num_accepted + 1], num_accepted, num_accepted + is_guessed))
+        verdicts = [self.decide(item) if item.num_decided else None for item in step.items]
+        for item, verdict in zip(step.items, verdicts, strict=True):
+            if verdict is not None:
+                slots = item.kv.slots(0, item.kv.length)
+                sources, destinations = item.moved_entries(verdict)
+                moved = [self.cache[slots[source]] for source in sources]
+                for destination, token_id in zip(destinations, moved, strict=True):
+                    self.cache[slots[destination]] = token_id
         return StepResult(verdicts, step_ms)
+
+    def decide(self, item: StepItem) -> Verdict:
+        assert item.num_fed_on_path <= len(item.hints) <= item.num_fed_on_path + 1
+        position = len(item.context.token_ids)
+        text = [self.cache[slot] for slot in item.kv.slots(0, position)]
+        digest = _digest(text, seed_of(item.sampling, item.seed))
+        return decided(item, [_token(digest_after(digest, tuple(said))) for said in said_in(item, self.cache)])
 
 
 def start(

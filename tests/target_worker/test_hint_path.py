@@ -130,7 +130,7 @@ def test_the_path_is_what_position_by_position_questions_give(
     assert path.num_feedable <= max_fed
     assert len(path.hints) - path.num_feedable <= 1
     for num_fed in range(path.num_feedable + 1):
-        assert path.for_step(num_fed) == path.hints[: num_fed + 1]
+        assert path.for_step(num_fed) == (path.hints[: num_fed + 1], [])
     for index in range(len(path.hints) - 1):
         assert path.hints[index].token_id not in stop_token_ids
     assert all(is_forced(hint) == (hint.node_id not in place.hints) for hint in path.hints)

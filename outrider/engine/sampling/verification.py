@@ -39,7 +39,7 @@ from outrider.engine.sampling.token_logprobs import TokenLogprobs
 from outrider.engine.sampling.transfers import NOTHING, filled, to_host
 from outrider.engine.sampling.verdict import Verdict as Verdict
 from outrider.engine.sampling.verdict import VerificationRequest as VerificationRequest
-from outrider.hints.hint_tree import Hint
+from outrider.hints.hint_tree import Branch, Hint
 from outrider.sampling_params import DecodingMode
 
 NO_TOKEN = -1
@@ -71,10 +71,11 @@ class _Decision:
     num_matched: int
     token_id: int | None  # that follows; None: it is to be sampled
     scale: float = 1.0  # of the residual that it is sampled from
+    trail: tuple[int, ...] = ()  # as in a verdict
 
     @property
     def num_tokens(self) -> int:
-        return self.num_matched + (self.token_id != NO_TOKEN)
+        return self.num_matched + len(self.trail) + (self.token_id != NO_TOKEN)
 
 
 def verify(
@@ -95,7 +96,8 @@ def verify(
     verdicts = []
     for request, decision in zip(requests, decisions, strict=True):
         token_id = int(next(following)) if decision.token_id is None else decision.token_id
-        verdicts.append(verdict(request.hints, decision.num_matched, token_id))
+        trail = decision.trail
+        verdicts.append(verdict(request.hints, decision.num_matched, token_id, request.branches, trail))
     logprobs = [each.read(scores[4 * index : 4 * index + 4]) for index, each in enumerate(scored)]
     for members, rows in zip(by_num_top.values(), logprobs[len(prompts) :], strict=True):
         end = 0
@@ -105,17 +107,23 @@ def verify(
     return verdicts, logprobs[: len(prompts)]
 
 
-def greedy_verdicts(logits: torch.Tensor, parts: Sequence[tuple[Sequence[Hint], int]]) -> list[Verdict | None]:
+def greedy_verdicts(
+    logits: torch.Tensor, parts: Sequence[tuple[Sequence[Hint], Sequence[Branch], int]]
+) -> list[Verdict | None]:
     """Decides, as `verify` does, sequences whose tokens are the most likely ones of the model's own logits.
 
-    parts: hints and number of rows of each sequence, in the order of the rows; None is decided by no rows.
+    parts: hints, branches and number of rows of each sequence, in the order of the rows; None is decided by no rows.
     """
     choices = to_host([greedy_tokens(logits)])[0]
     verdicts: list[Verdict | None] = []
     end = 0
-    for hints, num_rows in parts:
+    for hints, branches, num_rows in parts:
         start, end = end, end + num_rows
-        verdicts.append(verdict(hints, *_choose(choices[start:end], hints, num_rows)) if num_rows else None)
+        if not num_rows:
+            verdicts.append(None)
+            continue
+        num_matched, token_id, trail = _choose(choices[start:end], hints, branches)
+        verdicts.append(verdict(hints, num_matched, token_id, branches, trail))
     return verdicts
 
 
@@ -169,13 +177,7 @@ class _Batch:
         row_keys = [
             row_key
             for index in self._members(_Group.COUPLED)
-            for row_key in coupled_keys(
-                self._requests[index].seed,
-                range(
-                    self._requests[index].position,
-                    self._requests[index].position + self._requests[index].num_rows,
-                ),
-            )
+            for row_key in coupled_keys(self._requests[index].seed, self._requests[index].text.positions)
         ]
         indices = [
             flat_index
@@ -206,14 +208,22 @@ class _Batch:
         for index, (request, group) in enumerate(zip(self._requests, self._groups, strict=True)):
             num_alive = request.num_rows
             if group is _Group.GREEDY_RAW:
-                decisions.append(_Decision(*_choose(maxima[request.first_row :], request.hints, num_alive)))
+                first_row = request.first_row
+                decisions.append(_chosen(maxima[first_row : first_row + num_alive], request))
                 continue
             start = self._starts[index]
-            if is_dead and any(is_dead[start : start + num_alive]):
-                num_alive = is_dead.index(True, start) - start
+            rows = slice(start, start + num_alive)
+            has_dead = bool(is_dead) and any(is_dead[rows])
             if group is not _Group.REJECTION:
-                decisions.append(_Decision(*_choose(choices[start:], request.hints, num_alive)))
+                own_choices = choices[rows]
+                if has_dead:
+                    own_choices = [
+                        NO_TOKEN if dead else choice for choice, dead in zip(own_choices, is_dead[rows], strict=True)
+                    ]
+                decisions.append(_chosen(own_choices, request))
                 continue
+            if has_dead:
+                num_alive = is_dead.index(True, start) - start
             own = [[next(remaining) for _ in draft_distribution(hint).token_ids] for hint in request.hints]
             # Beyond a position that leaves no token nothing can be decided. Where that is depends on the hints before
             # it only, so that it biases nothing.
@@ -274,11 +284,12 @@ class _Batch:
         for index in members:
             request, decision = self._requests[index], decisions[index]
             token_ids += (hint.token_id for hint in request.hints[: decision.num_matched])
+            token_ids += (request.branches[branch].hint.token_id for branch in decision.trail)
             if decision.token_id is None:
                 indices.append((len(token_ids), order.index(index)))
             if decision.token_id != NO_TOKEN:
                 token_ids.append(decision.token_id or 0)  # a sampled one overwrites the 0 below
-            sources.append(self._source(index, decision.num_tokens))
+            sources.append(self._source(index, decision))
         device = self._logits.device
         on_device = filled(token_ids, np.int64, device)
         if indices:
@@ -286,33 +297,64 @@ class _Batch:
             on_device = on_device.index_copy(0, to, sampled.view(-1).index_select(0, of))
         return ScoredRows(sources[0] if len(sources) == 1 else torch.cat(sources), on_device, num_top)
 
-    def _source(self, index: int, num_rows: int) -> torch.Tensor:
-        """The tensor that the log probabilities of a request's first rows are taken from."""
+    def _source(self, index: int, decision: _Decision) -> torch.Tensor:
+        """The rows that the log probabilities of a request's new tokens are taken from."""
         request, group = self._requests[index], self._groups[index]
         if not request.params.are_logprobs_processed or group is _Group.GREEDY_RAW:
-            return self._logits[request.first_row : request.first_row + num_rows]
-        start = self._starts[index]
-        if group is _Group.GREEDY_EDITED:
-            return self._processed[start : start + num_rows]
-        start -= self._num_greedy
-        return self._probs[start : start + num_rows].log()
+            rows, start = self._logits, request.first_row
+        elif group is _Group.GREEDY_EDITED:
+            rows, start = self._processed, self._starts[index]
+        else:
+            rows, start = self._probs, self._starts[index] - self._num_greedy
+        if not decision.trail:
+            own = rows[start : start + decision.num_tokens]
+        else:
+            numbers = [*range(decision.num_matched + 1), *(request.num_path_rows + branch for branch in decision.trail)]
+            chosen = [start + number for number in numbers[: decision.num_tokens]]
+            own = rows.index_select(0, filled(chosen, np.int64, rows.device))
+        return own.log() if rows is self._probs else own
 
 
-def _choose(choices: Sequence[float], hints: Sequence[Hint], num_alive: int) -> tuple[int, int]:
-    """Greedy and coupled: the target's choices are known, a hint is accepted when it is the same token. Returns how
-    many match, and the token that follows or NO_TOKEN."""
+def _chosen(choices: Sequence[float], request: VerificationRequest) -> _Decision:
+    num_matched, token_id, trail = _choose(choices, request.hints, request.branches)
+    return _Decision(num_matched, token_id, trail=trail)
+
+
+def _choose(
+    choices: Sequence[float], hints: Sequence[Hint], branches: Sequence[Branch]
+) -> tuple[int, int, tuple[int, ...]]:
+    """Greedy and coupled: the target's choices are known, a hint is accepted when it is the same token.
+
+    choices: of a sequence's rows, NO_TOKEN where there is none. Returns how many hints match, the token that follows or
+    NO_TOKEN, and the branches between them.
+    """
+    num_path_rows = len(choices) - len(branches)
     num_matched = 0
-    for hint, choice in zip(hints, choices[:num_alive], strict=False):
+    for hint, choice in zip(hints, choices[:num_path_rows], strict=False):
         if hint.token_id != choice:
             break
         num_matched += 1
-    return num_matched, int(choices[num_matched]) if num_matched < num_alive else NO_TOKEN
+    if num_matched == num_path_rows:  # the last hint, which was not fed, is the last token
+        return num_matched, NO_TOKEN, ()
+    token_id = int(choices[num_matched])
+    trail: tuple[int, ...] = ()
+    for index, branch in enumerate(branches):  # each comes after those that lead to it
+        if branch.on_path == num_matched and branch.trail[:-1] == trail and branch.hint.token_id == token_id:
+            trail, token_id = branch.trail, int(choices[num_path_rows + index])
+    return num_matched, token_id, trail
 
 
-def verdict(hints: Sequence[Hint], num_matched: int, token_id: int) -> Verdict:
-    """So many hints are accepted, and then a token follows unless it is NO_TOKEN."""
+def verdict(
+    hints: Sequence[Hint],
+    num_matched: int,
+    token_id: int,
+    branches: Sequence[Branch] = (),
+    trail: tuple[int, ...] = (),
+) -> Verdict:
+    """So many hints are accepted, then the branches of a trail, and then a token follows unless it is NO_TOKEN."""
     token_ids = [hint.token_id for hint in hints[:num_matched]]
+    token_ids += (branches[branch].hint.token_id for branch in trail)
     if token_id != NO_TOKEN:
-        return Verdict([*token_ids, token_id], num_matched, num_matched)
-    # A step has num_accepted + 1 tokens: without a token of its own the last accepted hint counts as that.
-    return Verdict(token_ids, max(num_matched - 1, 0), num_matched)
+        return Verdict([*token_ids, token_id], num_matched, num_matched, trail=trail)
+    # A step has one token more than accepted hints: without a token of its own the last accepted hint counts as that.
+    return Verdict(token_ids, max(num_matched - (not trail), 0), num_matched, trail=trail[:-1])

@@ -23,7 +23,7 @@ class Engine:
         raise InterruptedError
 def step(name, ids, num_decided):
     item = types.SimpleNamespace(session_id=name, context=types.SimpleNamespace(token_ids=ids), num_decided=num_decided)
-    item.kv, item.token_ids, item.num_logits = None, ids, 1
+    item.kv, item.token_ids, item.num_logits, item.branches = None, ids, 1, ()
     try:
         runner.run_step(Engine(), types.SimpleNamespace(items=[item]))
     except InterruptedError:

@@ -162,7 +162,7 @@ async def test_a_hundred_prompts_are_that_of_plain_decoding(dtype: str, mode: st
 @pytest.mark.timeout(300)
 async def test_a_draft_equal_to_its_target_is_accepted() -> None:
     """99 % or better: both sides mean the same by KV, positions and logits."""
-    waits = ["--wait-for-num-hints", "4", "--hint-wait-ms", "2000", "--always-listen"]
+    waits = ["--wait-for-num-hints", "4", "--hint-wait-ms", "2000", "--always-listen", "--no-branches"]
     async with worker_pair(DEMO / "target", DEMO / "target", target_arguments=waits) as pair:
         for mode in ("greedy", "coupled"):
             drafted = accepted = 0

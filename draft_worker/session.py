@@ -265,6 +265,7 @@ class DraftSession:
         return node.hint.node_id
 
     def _make_node(self, parent: DraftNode, reach: float) -> DraftNode:
+        """Turns the likeliest alternative of `parent` into a node."""
         token_id, chance = parent.alternatives.pop(0)
         confidence = 0 if self.is_sampled else confidence_level(chance)  # none under rejection (I4)
         hint = Hint(self.next_node_id, parent.hint.node_id, token_id, confidence=confidence)

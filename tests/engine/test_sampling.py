@@ -32,6 +32,7 @@ from outrider.engine.sampling.sampling import (
     likely_coupled_choices,
     most_likely,
     probabilities,
+    row_probabilities,
     sample_draft,
     sample_rows,
 )
@@ -107,6 +108,15 @@ class TestProbabilities:
         together = probabilities(logits, params)
         for i in range(9):
             assert torch.equal(together[i], probabilities(logits[i : i + 1], params)[0])
+
+    @pytest.mark.parametrize("vocab_size", [60, 999, 32_003, 151_936])
+    def test_nor_does_a_row_of_the_models_own_distribution_on_rows_with_other_parameters(self, vocab_size: int) -> None:
+        """I2: alone it takes a shorter way."""
+        logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(2)) * 4
+        logits[0, 7] = -torch.inf
+        plain, other = SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_p=0.9)
+        together = row_probabilities(logits, [plain, other, plain])
+        assert torch.equal(together[[0, 2]], row_probabilities(logits[[0, 2]], [plain, plain]))
 
     @pytest.mark.parametrize("num_threads", [1, 2])
     @pytest.mark.parametrize("vocab_size", [999, 32_003, 151_936])

@@ -78,7 +78,7 @@ class DraftLimits:
     # Nodes that are less likely to be reached are not grown. Unlikely ones raise the prediction hit rate a little, but
     # the messages they make and the memory they read slow the target's steps down.
     min_reach: float = setting(
-        0.03, "least probability of reaching a node for it to be fed; half of it beside targets with long steps", **_SHARE
+        0.03, "least probability of reaching a fed node; half of it beside targets with long steps", **_SHARE
     )  # fmt: skip
     min_sampled_reach: float = setting(
         0.15,

@@ -70,9 +70,9 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Acceptance rate",
                     "percentunit",
-                    "Accepted hints over verified hints, alternatives beside the likeliest path included. Below 20 % the "
-                    "draft is poorly aligned with its target (runbook OutriderLowAcceptance). Compare models here, "
-                    "and kinds of request in the panels of priors below.",
+                    "Accepted hints over verified hints, alternatives beside the likeliest path included. "
+                    "Below 20 % the draft is poorly aligned with its target (runbook OutriderLowAcceptance). "
+                    "Compare models here, and kinds of request in the panels of priors below.",
                     (Query(_ratio(_ACCEPTED, _HINTS), "{{model_name}}"),),
                     limit=Limit(0.2, is_upper=False),
                     most=1.0,

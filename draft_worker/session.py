@@ -390,7 +390,7 @@ class DraftSession:
         return hints
 
     def could_be_verified_next(self, hints: Sequence[Hint]) -> bool:
-        """Whether the target's next step could verify some of these hints: they are near enough on the primary path."""
+        """Whether the next step could verify some of these hints on its path. Hints beside the path may wait."""
         sent = {hint.node_id for hint in hints}
         near = islice(primary_path(self.cursor_node, self.nodes), NUM_NEAR_NODES)
         return any(node.hint.node_id in sent for node in near)

@@ -126,6 +126,8 @@ class TokensCommitted:
     _: KW_ONLY
     num_prediction_tokens: int = 0  # verified hints of the client's prediction
     num_accepted_prediction_tokens: int = 0
+    num_branches: int = 0  # of num_draft_tokens, those beside the path
+    num_accepted_branches: int = 0
     sources: Sequence[SourceCount] = ()  # of the hints, in their order
     is_resting: bool = False  # as on the wire: hints are wanted but not accepted at present
 
@@ -232,6 +234,11 @@ class Step:
     def num_context(self) -> int:
         """Tokens in the KV that the step reads, its own included."""
         return sum(item.kv.length for item in self.items)
+
+    @property
+    def num_reread(self) -> int:
+        """Those of them that branches read once more, each on its own."""
+        return sum(len(item.branches) * (item.kv.length - item.num_fed_hints) for item in self.items if item.branches)
 
     @property
     def only_decodes(self) -> bool:

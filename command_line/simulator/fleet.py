@@ -55,6 +55,7 @@ class TargetPool(Pool):
     num_speculative_tokens: int = whole(8, "maximum of hints verified per session and step", 0, 32)
     hint_wait_ms: float = real(10.0, "longest wait of a step for hints", 0.0, 1e4)
     always_listen: bool = switch(False, "accept hints whether it pays or not")
+    branches: bool = switch(False, "verify hints beside the draft's likeliest path, as targets on CPUs do")
 
     def limits(self, *, has_shared_prefixes: bool) -> SchedulerLimits:
         """The worker's limits. Lookup is off: random tokens never repeat."""
@@ -67,6 +68,7 @@ class TargetPool(Pool):
             hint_wait_ms_max=self.hint_wait_ms,
             has_lookup=False,
             may_pause=not self.always_listen,
+            verifies_branches=self.branches,
             max_early_sessions=100_000,
             enable_prefix_caching=has_shared_prefixes,
         )
@@ -256,6 +258,7 @@ def with_pair(fleet: Fleet, profile: Mapping[str, Any]) -> Fleet:
             sequence_ms=sequence_ms["target"] + over["session_ms"],
             hinted_ms=over["hints_ms"],
             hinted_sequence_ms=over["hints_session_ms"],
+            branches=profile.get("settings", {}).get("device", "cpu") == "cpu",
         )
         draft = replace(
             fleet.draft,

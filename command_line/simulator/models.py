@@ -13,24 +13,29 @@ from typing import Final
 from command_line.simulator.traffic import BESIDE, VOCAB_SIZE, Text
 from draft_worker.messages import Expansion, StepItem
 from outrider.engine.sampling.verdict import Verdict
-from outrider.hints.hint_tree import Hint
 from target_worker.messages import StepItem as TargetItem
 
 _STRIDE: Final = 40503  # odd: candidates off the sequence differ by position
 
 
 def verdict(item: TargetItem, text: Text) -> Verdict | None:
-    """Verdict on the item's hints; None if it decides nothing."""
+    """Verdict on the item's hints and branches; None if it decides nothing."""
     if not item.num_decided:
         return None
     at = len(item.context.token_ids) - item.context.num_prompt_tokens
-    choices = text.token_ids[at : at + item.num_decided]
-    hints: Sequence[Hint] = item.hints
+    right = text.token_ids[at : at + item.num_decided]
     num_matched = 0
-    while num_matched < len(hints) and hints[num_matched].token_id == choices[num_matched]:
+    for hint, token_id in zip(item.hints, right, strict=False):
+        if hint.token_id != token_id:
+            break
         num_matched += 1
-    num_accepted = min(num_matched, item.num_decided - 1)
-    return Verdict(choices[: num_accepted + 1], num_accepted, num_matched)
+    num_accepted = min(num_matched, item.num_fed_on_path)
+    trail: tuple[int, ...] = ()
+    for branch in item.branches:  # each comes after those that lead to it
+        follows = branch.on_path == num_accepted and branch.trail[:-1] == trail
+        if follows and branch.hint.token_id == right[num_accepted + len(trail)]:
+            trail = branch.trail
+    return Verdict(right[: num_accepted + len(trail) + 1], num_accepted, num_matched, trail=trail)
 
 
 def expand(item: StepItem, said: Sequence[int], text: Text, num_alternatives: int) -> Expansion:

@@ -199,7 +199,7 @@ class DraftWorker(Worker):
     def _next_step(self) -> None:
         events, self._inbox = self._inbox, []
         for event in events:
-            self._send(self.scheduler.handle(event))
+            self._send(self.scheduler.handle(event, self.clock.now_s))
         step = self.scheduler.next_step()
         if step is not None:
             growths = [Growth(item, self._texts[item.session_id], self._pool.max_alternatives) for item in step.items]

@@ -217,14 +217,15 @@ class SequenceMachine:
         gap_s = self.output.times.chunk(now_s)
         num_tokens = len(step.token_ids)
         num_draft, num_accepted = step.num_draft_tokens, step.num_accepted_draft_tokens
+        hints = (num_draft, num_accepted, step.num_branches, step.num_accepted_branches)
         self.output.counts.add_step(num_draft, num_accepted, step.hint_source)
         self.output.counts.add_predicted(step.num_prediction_tokens, step.num_accepted_prediction_tokens)
-        actions: list[act.Action] = [act.CountStep(num_tokens, num_draft, num_accepted, gap_s)]
+        actions: list[act.Action] = [act.CountStep(num_tokens, *hints, gap_s)]
         visible = self.output.show(step)
         if self.losses.observe(len(self.output.token_ids)):
             actions.append(act.ShareLosses())
         before = self.controller.state
-        changes = self.controller.on_step(num_tokens, num_draft, num_accepted, gap_s=gap_s, is_paused=step.is_resting)
+        changes = self.controller.on_step(num_tokens, *hints, gap_s=gap_s, is_paused=step.is_resting)
         actions += self._follow_controller(before, changes)
         actions += shown_prompt
         actions += map(act.Show, visible)

@@ -53,6 +53,8 @@ class CountStep:
     num_tokens: int
     num_draft_tokens: int
     num_accepted: int
+    num_branches: int  # of num_draft_tokens, those beside the draft's likeliest path
+    num_accepted_branches: int
     gap_s: float | None  # since the step before; None for the first
 
 

@@ -316,7 +316,8 @@ class SequenceRunner:
         draft = None if self._attempt is None else self._attempt.draft
         if draft is None:
             return
-        finding = environment.speculation.watch.observe(draft, spec.model, step.num_draft_tokens, step.num_accepted)
+        on_path = step.num_draft_tokens - step.num_branches, step.num_accepted - step.num_accepted_branches
+        finding = environment.speculation.watch.observe(draft, spec.model, *on_path)
         if finding is not None:
             _log.log(logging.ERROR if finding.is_alarm else logging.INFO, "%s", finding)
             metrics.show_draft_alarms(environment.speculation.watch.alarms)

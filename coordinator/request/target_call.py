@@ -131,6 +131,8 @@ def _makes_sense(event: target_pb2.GenerateEvent) -> bool:
         return (
             len(step.origins) == len(step.token_ids)
             and max(step.num_draft_tokens, step.num_accepted_draft_tokens) <= _STEP_HINTS_MAX
+            and step.num_branches <= step.num_draft_tokens
+            and step.num_accepted_branches <= step.num_accepted_draft_tokens
             and step.num_accepted_prediction_tokens <= step.num_prediction_tokens <= _STEP_HINTS_MAX
             and (not step.logprobs or _are_paired(step.logprobs))
         )

@@ -58,7 +58,8 @@ class AcceptanceWatch:
         self._counts: dict[tuple[WorkerKey, str], _Count] = {}
 
     def observe(self, draft: WorkerRecord, model: str, num_draft_tokens: int, num_accepted: int) -> Finding | None:
-        """Counts one step's verified and accepted hints of a worker; returns a finding if the verdict changes."""
+        """Counts one step's verified and accepted hints of a worker's likeliest path; returns a finding if the verdict
+        changes."""
         count = self._counts.setdefault((key_of(draft), model), _Count())
         # Hints behind a rejected one are not decided.
         count.num_decided += min(num_accepted + 1, num_draft_tokens)

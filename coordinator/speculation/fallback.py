@@ -24,6 +24,9 @@ rate. (Accepted over all verified hints would give 0.16 for a draft with blocks 
 which doubles the speed.) Counts decay by 5 % per step, a memory of about twenty steps: with ten, chance alone paused a
 draft at 0.4 within 200 steps in 70 % of requests.
 
+Branches are verified beside the path, and no branch says anything of the path's next position. So they do not count as
+decided hints; the tokens that they bring are added as they were.
+
 Cost is measured between a probe and the pause right before it, where the comparison is fair: a probe fails if its
 tokens come more slowly than the pause's, however many hints are accepted. The target itself decides whether accepting
 hints pays for the batch as a whole. While it has paused, steps have no hints through no fault of the draft worker,
@@ -173,7 +176,7 @@ class FallbackController:
     @property
     def extra_tokens(self) -> float:
         """Expected tokens per step beyond its own, from recent acceptance; 0 before the first hint."""
-        return self._blocks.extra_tokens
+        return self._blocks.extra_tokens + self._of_branches.mean
 
     @property
     def evidence(self) -> Evidence:
@@ -202,11 +205,14 @@ class FallbackController:
         num_tokens: int,
         num_draft_tokens: int,
         num_accepted: int,
+        num_branches: int = 0,
+        num_accepted_branches: int = 0,
         *,
         gap_s: float | None = None,
         is_paused: bool = False,
     ) -> tuple[FallbackAction, ...]:
-        """Takes one step's counts: tokens committed, hints verified, hints accepted.
+        """Takes one step's counts: tokens committed, hints verified, hints accepted, and of both those beside the
+        draft's likeliest path.
 
         `gap_s` is the time since the step before, None for the first. `is_paused`: the target has paused hints for all
         requests, by its own choice.
@@ -221,7 +227,7 @@ class FallbackController:
         if is_paused:
             self._steps_without_hints = 0
             return ()
-        self._count(num_draft_tokens, num_accepted)
+        self._count(num_draft_tokens, num_accepted, num_branches, num_accepted_branches)
         if num_draft_tokens and gap_s is not None:
             self._probe_pace.observe(num_tokens, gap_s)
         trigger = self._judge()
@@ -252,21 +258,24 @@ class FallbackController:
 
     def _reset_counts(self) -> None:
         self._blocks = BlockAcceptance.of_what_is_seen(self._policy.decay)
+        self._of_branches = DecayedMean(self._policy.decay)  # tokens per step
         self._probe_pace = _Pace(DecayedMean(1.0))
         self._num_spec_steps = 0
         self._steps_without_hints = 0
         self._paused_tokens = 0
 
-    def _count(self, num_draft_tokens: int, num_accepted: int) -> None:
+    def _count(self, num_draft_tokens: int, num_accepted: int, num_branches: int, num_accepted_branches: int) -> None:
         if num_draft_tokens == 0:
             self._steps_without_hints += 1
             return
         self._steps_without_hints = 0
         self._num_spec_steps += 1
-        self._blocks.observe(num_accepted, num_draft_tokens)
+        self._of_branches.observe(num_accepted_branches)
+        num_on_path, num_accepted_on_path = num_draft_tokens - num_branches, num_accepted - num_accepted_branches
+        self._blocks.observe(num_accepted_on_path, num_on_path)
         self._num_steps += 1
-        self._num_decided += min(num_accepted + 1, num_draft_tokens)
-        self._num_accepted += num_accepted
+        self._num_decided += min(num_accepted_on_path + 1, num_on_path)
+        self._num_accepted += num_accepted_on_path
         if self._is_worth_it is None and self._num_steps > self._policy.kept_after_spec_steps:
             self._is_worth_it = True
 

@@ -133,9 +133,9 @@ class Engine:
 
     @property
     def feeds_trees(self) -> bool:
-        """Whether a node of a hint tree has the bits that it would have in a line of tokens: on a GPU only with blocks
-        into which paths are copied (`EngineOptions.has_trees`)."""
-        return self._device_steps is None or len(self._scratch_block_ids) > 0
+        """Whether a node of a hint tree is known to have the bits that it would have in a line of tokens: on a GPU only
+        with blocks into which paths are copied (`EngineOptions.has_trees`)."""
+        return self.device == "cpu" or len(self._scratch_block_ids) > 0
 
     def use_threads(self, *, beside_draft: bool) -> None:
         """Sets the threads of the steps from now on: those beside draft workers, or all there are. Only where

@@ -23,10 +23,10 @@ def allot(gains: Sequence[Sequence[float]], cost: StepLine, budget: int) -> list
     i is worth; it never rises along a session. A hint costs one more token fed, and is taken as long as it beats the
     batch's rate without it. At most `budget` in all.
     """
-    fixed_ms, token_ms = cost
+    token_ms = cost.token_ms
     counts = [0] * len(gains)
     tokens = float(len(gains))
-    step_ms = fixed_ms + token_ms * len(gains)
+    step_ms = cost.step_ms(len(gains))
     # Among equal gains the earlier hint of its session comes first: none can be fed without those before it.
     candidates = sorted(
         ((gain, i, session) for session, own in enumerate(gains) for i, gain in enumerate(own)),

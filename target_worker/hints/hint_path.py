@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import Branch, Hint, HintTree
-from target_worker.hints.branches import BranchSearch, LikelyBranch
+from target_worker.hints.branches import USUAL_PRICES, BranchSearch, LikelyBranch, RowPrices
 from target_worker.hints.local_source import (
     NOTHING_LOCAL,
     HintKind,
@@ -49,18 +49,30 @@ class HintPath:
     max_fed: int = field(default=0, compare=False)  # hints in all, where there are branches
     is_always: bool = False  # all of the path is fed, whatever it is worth
 
+    @property
+    def expected(self) -> float:
+        """Hints of the path that are expected to be accepted."""
+        return sum(self._chances())
+
     def gains(self) -> list[float]:
-        """Per feedable hint, of the path and its branches, the probability that it and all before it are accepted. In
-        falling order, in which they are fed."""
-        gains = self._path_gains()
-        if self.branches:
-            gains = sorted([*gains, *(each.gain for each in self.branches)], reverse=True)[: self.max_fed]
-        return gains
+        """Worth of each feedable hint, of the path and its branches: the probability that it and all before it are
+        accepted, for a branch in proportion to its price. In falling order, in which they are fed."""
+        if not self.branches:
+            return self._path_gains()
+        return [-negative for negative, _ in self._rows()]
+
+    def _rows(self) -> list[tuple[float, bool]]:
+        """Hints in the order in which they are fed: negative gain, and whether it is a branch. Of equals the path's
+        comes first: it may lead to the branch."""
+        on_path = [(-gain, False) for gain in self._path_gains()]
+        return sorted([*on_path, *((-each.gain, True) for each in self.branches)])[: self.max_fed]
 
     def _path_gains(self) -> list[float]:
-        """The same of the path alone; a forced token is certain."""
-        if self.is_always:
-            return [1.0] * self.num_feedable
+        return [1.0] * self.num_feedable if self.is_always else self._chances()
+
+    def _chances(self) -> list[float]:
+        """Per feedable hint of the path, the probability that it and all before it are accepted; a forced token is
+        certain."""
         chance, chances, num_local = 1.0, [], 0
         for position, hint in enumerate(self.hints[: self.num_feedable]):
             if is_local(hint):
@@ -90,16 +102,8 @@ class HintPath:
         fed, where there is one."""
         if not self.branches:
             return self.hints[: num_fed + 1], []
-        gains = self._path_gains()
-        num_on_path = num_branches = 0
-        while num_on_path + num_branches < num_fed:
-            is_branch = num_branches < len(self.branches) and not (
-                # Of equals the path's comes first: it may lead to the branch.
-                num_on_path < len(gains) and gains[num_on_path] >= self.branches[num_branches].gain
-            )
-            num_branches += is_branch
-            num_on_path += not is_branch
-        return self.hints[: num_on_path + 1], [each.branch for each in self.branches[:num_branches]]
+        num_branches = sum(is_branch for _, is_branch in self._rows()[:num_fed])
+        return self.hints[: num_fed - num_branches + 1], [each.branch for each in self.branches[:num_branches]]
 
 
 def is_forced(hint: Hint) -> bool:
@@ -136,6 +140,7 @@ class HintSources:
     # Calibrates the draft's confidence; None under rejection sampling, which must not use it (I4).
     calibration: Calibration | None = None
     of_branches: Calibration | None = None  # its confidence in alternatives; None: none are verified
+    prices: RowPrices = USUAL_PRICES
 
     def remote_chances(self, hints: Sequence[Hint]) -> Sequence[float]:
         """Acceptance probability of each hint of a path, given those before it; meaningful for a draft worker's hints
@@ -147,17 +152,18 @@ class HintSources:
             for hint, record in zip(hints, self.acceptance, strict=False)
         ]
 
-    def branches(
-        self, path: Sequence[Hint], stop_token_ids: frozenset[int], max_branches: int
-    ) -> Sequence[LikelyBranch]:
-        """Branches beside a path that begins with a draft worker's hints. None under a grammar, which may exclude
-        them."""
+    def branches(self, path: Sequence[Hint], stop_token_ids: frozenset[int], max_fed: int) -> Sequence[LikelyBranch]:
+        """Branches beside a path that begins with a draft worker's hints, of which at most `max_fed` may be fed. None
+        under a grammar, which may exclude them."""
         if self.of_branches is None or self.calibration is None or self.tree is None or self.grammar is not None:
             return ()
         own = list(itertools.takewhile(is_remote, path))
         if not own:
             return ()
-        search = BranchSearch(self.tree, self.acceptance, self.calibration, self.of_branches, stop_token_ids)
+        # Hints of a local source have a limit of their own, and take no places from the draft's.
+        max_branches = max_fed if len(own) == len(path) else max_fed - len(own)
+        calibrations = self.calibration, self.of_branches
+        search = BranchSearch(self.tree, self.acceptance, *calibrations, stop_token_ids, self.prices)
         return search.find(own, max_branches)
 
 
@@ -171,7 +177,7 @@ def choose_path(
     """Returns the hints below the committed tokens: at most `max_fed`, or `max_local` where the last are local (None:
     as many), and one that is not fed. Under a grammar, whose check costs more with every hint, `max_local` is not used.
     """
-    grammar, max_len = sources.grammar, max_fed + 1
+    grammar, max_len, max_drafted = sources.grammar, max_fed + 1, max_fed
     if grammar is not None:
         hints, local = _path_within(sources, grammar, committed, max_len)
     else:
@@ -185,7 +191,7 @@ def choose_path(
         hints, num_feedable = hints[: stop + 1], min(stop, num_feedable)
     elif grammar is not None and hints and not _permits(grammar, [hint.token_id for hint in hints]):
         num_feedable = min(len(hints) - 1, num_feedable)
-    branches = sources.branches(hints[:num_feedable], stop_token_ids, max_fed)
+    branches = sources.branches(hints[:num_feedable], stop_token_ids, max_drafted)
     return HintPath(hints, num_feedable, local, sources.remote_chances(hints), branches, max(max_fed, num_feedable))
 
 

@@ -128,7 +128,7 @@ class HeadTurns:
         limit = min(session.hint_limit(limits.num_speculative_tokens), self._head.max_depth)
         records = hints.likely(max(limit, 0))
         promised = sum(itertools.accumulate(records, operator.mul))
-        if promised <= sum(session.hint_path(limits).gains()):
+        if promised <= session.hint_path(limits).expected:
             return None
         return _Asking(session, hints, records)
 

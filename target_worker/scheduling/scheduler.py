@@ -353,6 +353,8 @@ class Scheduler:
                     outcome.logprobs,
                     num_prediction_tokens=outcome.num_prediction_tokens,
                     num_accepted_prediction_tokens=outcome.num_accepted_prediction_tokens,
+                    num_branches=len(item.branches),
+                    num_accepted_branches=outcome.num_accepted_branches,
                     sources=outcome.sources,
                     is_resting=session.wants_hints and session.intake.is_paused,
                 )

@@ -18,9 +18,10 @@ from outrider.hints.confidence import Calibration
 from outrider.hints.hint_intake import SessionIntake
 from outrider.hints.hint_tree import Branch, Hint, HintTree
 from outrider.hints.speculation import HintTiming
+from outrider.hints.step_cost import StepLine
 from outrider.sampling_params import BACKGROUND_PRIORITY, DecodingMode, SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
-from target_worker.hints.branches import observe_branches
+from target_worker.hints.branches import RowPrices, observe_alternatives
 from target_worker.hints.head_hints import HeadHints
 from target_worker.hints.hint_path import CERTAIN_MATCH, HintPath, HintSources, calibrate, choose_path, is_remote
 from target_worker.hints.local_source import LocalSource
@@ -51,6 +52,7 @@ from target_worker.scheduling.session_statistics import (
     count_step,
     counts_by_source,
     counts_of_draft,
+    num_accepted_branches,
     origins_of,
 )
 
@@ -63,8 +65,9 @@ class CommitOutcome:
 
     token_ids: list[int]
     origins: list[common_pb2.TokenOrigin]
-    num_draft_tokens: int  # fed hints of a draft worker
+    num_draft_tokens: int  # fed hints of a draft worker, branches included
     num_accepted: int  # those of them among the tokens
+    num_accepted_branches: int  # branches among these
     num_prediction_tokens: int  # verified hints of the client's prediction
     num_accepted_prediction_tokens: int  # those of them among the tokens
     sources: tuple[SourceCount, ...]
@@ -198,16 +201,19 @@ class Session:
         """Whether the session wants hints and is not paused."""
         return self.wants_hints and not self.intake.is_paused
 
-    def hint_path(self, limits: SchedulerLimits) -> HintPath:
+    def hint_path(self, limits: SchedulerLimits, line: StepLine | None = None, num_sessions: int = 1) -> HintPath:
         """Chooses the hints to verify next, one more than may be fed: the last position is verified without being
-        fed."""
+        fed. line: cost of the step, with so many sessions; None: without branches."""
         if not self._has_hint_source():
             self.path = NO_PATH
             return self.path
         tree = self.tree if self.accepts_hints else None
         limit = self.hint_limit(limits.num_speculative_tokens)
         chances = self.acceptance.chances(limit + 1) if tree is not None else ()
-        sources = HintSources(tree, chances, self.local, self.grammar, self.calibration, self.of_branches)
+        sources = HintSources(tree, chances, self.local, self.grammar, self.calibration)
+        if line is not None and self.of_branches is not None:
+            prices = RowPrices.at(line, num_sessions, self.committed_len)
+            sources = replace(sources, of_branches=self.of_branches, prices=prices)
         max_local = self.hint_limit(limits.num_local_tokens_max)
         self.path = choose_path(sources, self.token_ids, self.stop_token_ids, limit, max_local)
         if self.speculation.is_always:
@@ -322,7 +328,7 @@ class Session:
         back. `item`: the session's part in the step."""
         if not verdict.token_ids:
             self.kv.truncate(min(self.kv.length, self.committed_len - 1))
-            return CommitOutcome([], [], 0, 0, 0, 0, (), 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
+            return CommitOutcome([], [], 0, 0, 0, 0, 0, (), 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
         num_verified, num_matched = self._learn(verdict, item)
         token_ids: list[int] = []
         permitted = verdict.token_ids
@@ -354,6 +360,7 @@ class Session:
             origins,
             num_draft_tokens,
             num_accepted,
+            num_accepted_branches(verdict, len(token_ids)),
             *predicted,
             counts,
             num_verified,
@@ -376,8 +383,8 @@ class Session:
             if self.calibration is not None:
                 calibrate(self.calibration, hints, verdict.num_matched, self.acceptance.chances(len(hints)))
             self.acceptance.observe(num_matched, num_verified)
-        if item.branches and self.of_branches is not None:
-            observe_branches(self.of_branches, item.branches, verdict)
+        if self.of_branches is not None and self.grammar is None:
+            observe_alternatives(self.of_branches, self.tree, verdict.token_ids)
         return num_verified, num_matched
 
     def count_outcome(self) -> None:

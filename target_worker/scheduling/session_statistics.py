@@ -61,7 +61,6 @@ def counts_by_source(item: StepItem, verdict: Verdict, num_committed: int) -> tu
     if not item.num_fed_hints:
         return ()
     num_held = min(verdict.num_accepted, num_committed)
-    num_held_branches = min(len(verdict.trail), num_committed - num_held)
     found: dict[common_pb2.HintSource, list[int]] = {}
     for position, hint in enumerate(item.hints[: item.num_fed_on_path]):
         kind = hint.node_id
@@ -72,8 +71,13 @@ def counts_by_source(item: StepItem, verdict: Verdict, num_committed: int) -> tu
     if item.branches:
         counts = found.setdefault(common_pb2.HINT_SOURCE_DRAFT, [0, 0])
         counts[0] += len(item.branches)
-        counts[1] += num_held_branches
+        counts[1] += num_accepted_branches(verdict, num_committed)
     return tuple(SourceCount(source, *counts) for source, counts in found.items())
+
+
+def num_accepted_branches(verdict: Verdict, num_committed: int) -> int:
+    """Branches among the tokens of a verdict of which so many are kept."""
+    return min(len(verdict.trail), max(num_committed - verdict.num_accepted, 0))
 
 
 def counts_of_draft(counts: Sequence[SourceCount]) -> tuple[int, int]:

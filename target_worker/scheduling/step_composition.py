@@ -42,7 +42,7 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
     budget = limits.max_num_batched_tokens - len(decoding)
     # While prompts wait, hints take at most half of the remaining tokens.
     hint_budget = budget // 2 if room.prefilling else budget
-    paths = [session.hint_path(limits) for session in decoding]
+    paths = [session.hint_path(limits, line, len(decoding)) for session in decoding]
     gains = [path.gains() for path in paths]
     # Most sessions have no objective, and steps of small models are short.
     budgets = [
@@ -80,7 +80,7 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
 def learn_cost(cost: StepCost, step: Step, num_context: int, step_ms: float) -> float:
     """Learns from a decoding step; returns the price of feeding one of its hints, in tokens of plain decoding."""
     num_sessions = len(step.items)
-    cost.observe(step.num_tokens, step_ms, num_context)
+    cost.observe(step.num_tokens, step_ms, num_context, step.num_reread)
     line = cost.line(num_context)
     return line.token_ms * num_sessions / line.step_ms(num_sessions)
 

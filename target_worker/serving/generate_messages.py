@@ -99,6 +99,8 @@ def event_message(action: Action) -> target_pb2.GenerateEvent:
                 num_prediction_tokens=action.num_prediction_tokens,
                 num_accepted_prediction_tokens=action.num_accepted_prediction_tokens,
                 is_resting=action.is_resting,
+                num_branches=action.num_branches,
+                num_accepted_branches=action.num_accepted_branches,
                 hint_source=action.sources[0].source if action.sources else None,
             )
             return target_pb2.GenerateEvent(step=step)

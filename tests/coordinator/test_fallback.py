@@ -78,6 +78,24 @@ def test_a_draft_that_is_right_every_other_time_is_kept_whatever_the_block_lengt
     assert made._blocks.rate == pytest.approx(0.5, abs=0.1)
 
 
+def test_branches_are_no_decided_hints_but_what_they_bring_counts() -> None:
+    path_alone, with_branches = controller(), controller()
+    for step in range(100):
+        is_right, is_branch_right = step % 2, step % 10 == 0
+        path_alone.on_step(1 + is_right, 1, is_right)
+        with_branches.on_step(1 + is_right + is_branch_right, 3, is_right + is_branch_right, 2, int(is_branch_right))
+    assert with_branches.evidence == path_alone.evidence
+    assert with_branches.extra_tokens == pytest.approx(path_alone.extra_tokens + 0.1, abs=0.05)
+
+
+def test_a_step_that_verified_branches_alone_had_hints() -> None:
+    made = controller()
+    for _ in range(2 * POLICY.starved_after_steps):
+        made.on_step(2, 2, 1, 2, 1)
+    assert made.state is FallbackState.SPECULATING
+    assert made.extra_tokens == pytest.approx(1.0)
+
+
 def test_a_draft_that_turns_bad_is_noticed_within_a_few_steps() -> None:
     made = controller()
     for _ in range(200):

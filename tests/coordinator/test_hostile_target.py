@@ -53,17 +53,20 @@ ANYTHING = messages(
 )
 COUNTS = st.sampled_from([0, 1, 5, 1024, 1025, 2**32 - 1])
 STEPS = st.builds(
-    lambda tokens, drafted, accepted, step_ms: target_pb2.GenerateEvent(
+    lambda tokens, drafted, accepted, branches, step_ms: target_pb2.GenerateEvent(
         step=target_pb2.StepOutput(
             token_ids=[token_id for token_id, _, _ in tokens],
             origins=[origin for _, origin, _ in tokens],
             logprobs=[common_pb2.TokenLogprobs(logprob=logprob) for _, _, logprob in tokens],
             num_draft_tokens=drafted,
             num_accepted_draft_tokens=accepted,
+            num_branches=branches,
+            num_accepted_branches=branches,
             step_ms=step_ms,
         )
     ),
     st.lists(st.tuples(st.integers(0, 400) | UINT32, ENUM, FLOAT), max_size=12),
+    COUNTS,
     COUNTS,
     COUNTS,
     FLOAT,

@@ -294,7 +294,7 @@ class GivenCost(StepCost):
 
     token_ms = 0.4
 
-    def observe(self, num_tokens: int, step_ms: float, num_context: int = 0) -> None:
+    def observe(self, num_tokens: int, step_ms: float, num_context: int = 0, num_reread: int = 0) -> None:
         pass
 
     def line(self, num_context: int = 0) -> StepLine:

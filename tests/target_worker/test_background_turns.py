@@ -129,7 +129,7 @@ class TestTurns:
         world.tell(start("chat", PROMPT))
         world.turn()
         cost = StepCost()
-        cost.coefficients = step_ms, token_ms, 0.0
+        cost.coefficients = step_ms, token_ms, 0.0, 0.0
         return world, BackgroundTurns(4), cost
 
     def test_come_in_few_steps(self) -> None:

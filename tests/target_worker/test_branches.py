@@ -11,14 +11,14 @@ import pytest
 
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.sampling.token_logprobs import TokenLogprobs
-from outrider.engine.sampling.verdict import Verdict
 from outrider.hints.confidence import NUM_LEVELS, Calibration, confidence_level
-from outrider.hints.hint_tree import ROOT_ID, Branch, Hint, HintTree
+from outrider.hints.hint_tree import ROOT_ID, Hint, HintTree
 from outrider.hints.speculation import allot
 from outrider.hints.step_cost import StepLine
 from outrider.sampling_params import SamplingParams, SpeculationSettings
-from target_worker.hints.branches import NUM_ALTERNATIVES_MAX, BranchSearch, observe_branches
+from target_worker.hints.branches import LEAST_GAIN, NUM_ALTERNATIVES_MAX, BranchSearch, RowPrices, observe_alternatives
 from target_worker.hints.hint_path import HintPath, HintSources, choose_path
+from target_worker.hints.prediction import PredictionHints
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import HintsArrived, SessionEnded, StartSession, Step, SubscribeDraft, TokensCommitted
 from target_worker.runner import run_step
@@ -87,6 +87,23 @@ class TestSearch:
         found = search(tree).find(tree.primary_path(8), 32)
         assert [each.branch.hint.token_id for each in found] == [*range(10, 10 + NUM_ALTERNATIVES_MAX)]
 
+    def test_what_does_not_pay_is_not_looked_for(self) -> None:
+        tree = tree_of(*self.TREE)
+        found = replace(search(tree), prices=RowPrices(least_gain=0.25)).find(tree.primary_path(8), 8)
+        assert [each.branch.hint.token_id for each in found] == [3, 4]
+        found = replace(search(tree), prices=RowPrices(branch_share=0.05)).find(tree.primary_path(8), 8)
+        assert found == [], "a branch costs 20 times as much as a row of the path, and brings 0.3"
+
+    def test_a_branch_that_costs_more_than_a_row_is_worth_less(self) -> None:
+        tree = tree_of(*self.TREE)
+        found = replace(search(tree), prices=RowPrices(branch_share=0.5)).find(tree.primary_path(8), 8)
+        assert [each.gain for each in found] == pytest.approx([0.15, 0.135, 0.12], abs=0.01)
+
+    def test_prices_are_those_of_the_step_and_its_context(self) -> None:
+        line = StepLine(8.0, 0.5, 0.25)
+        assert RowPrices.at(line, 4, 2000) == (0.5 * 4 / 10.0, 0.5)
+        assert RowPrices.at(line, 4, 0) == (0.2, 1.0)
+
     def test_a_path_that_was_cut_short_has_no_other_branches_than_beside_it(self) -> None:
         tree = tree_of(*self.TREE)
         found = search(tree).find(tree.primary_path(1), 8)
@@ -115,6 +132,26 @@ class TestSelection:
         hints, branches = path.for_step(3)
         assert ([hint.token_id for hint in hints], len(branches)) == ([1, 2], 1)
 
+    def test_local_hints_leave_a_drafts_limit_as_it_is(self) -> None:
+        """They may be more than a draft worker's; the branches may not."""
+        ends = [*((0, 20 + i, 0.12) for i in range(4))]
+        chains = [
+            (2 + i if not depth else 6 + 4 * (depth - 1) + i, 30 + depth, 0.95) for depth in range(6) for i in range(4)
+        ]
+        tree = tree_of((0, 10, 0.5), *ends, *chains)
+        local = PredictionHints([10, 77, 78], 1)
+        path = choose_path(
+            HintSources(tree, [0.7] * 9, (local,), None, BELIEVES, BELIEVES), [5], frozenset(), max_fed=8, max_local=32
+        )
+        hints, branches = path.for_step(len(path.gains()))
+        assert [hint.token_id for hint in hints] == [10, 77, 78]
+        assert 1 + len(branches) == 8
+
+    def test_that_a_request_always_speculates_makes_its_path_no_likelier(self) -> None:
+        """A draft head would not be asked any more."""
+        path = path_of(tree_of(*TestSearch.TREE))
+        assert replace(path, is_always=True).expected == path.expected == pytest.approx(0.9, abs=0.02)
+
     def test_none_under_rejection_nor_where_they_are_switched_off(self) -> None:
         tree = tree_of(*TestSearch.TREE)
         assert path_of(tree, calibration=None).branches == ()
@@ -122,19 +159,31 @@ class TestSelection:
 
 
 class TestLearning:
-    BRANCHES = (Branch(Hint(1, ROOT_ID, 3, confidence=40), 0, (0,)), Branch(Hint(2, 7, 4, confidence=40), 2, (1,)))
+    TREE = ((0, 1, 0.6), (0, 3, 0.3), (1, 2, 0.5), (1, 4, 0.3))
+
+    def chance_after(self, num_steps: int, token_ids: Sequence[int], calibration: Calibration) -> float:
+        for _ in range(num_steps):
+            observe_alternatives(calibration, tree_of(*self.TREE), token_ids)
+        return calibration.chance(confidence_level(0.3), 0.5)
 
     def test_an_alternative_that_is_never_right_is_soon_unlikely(self) -> None:
         calibration = Calibration(of_confidence=1.0, of_record=0.0)
-        before = calibration.chance(40, 0.5)
-        for _ in range(100):
-            observe_branches(calibration, self.BRANCHES[:1], Verdict([5], 0, 0))
-        assert calibration.chance(40, 0.5) < before / 2
+        before = calibration.chance(confidence_level(0.3), 0.5)
+        assert self.chance_after(100, [7], calibration) < before / 2
+
+    def test_one_that_was_never_right_is_seen_to_improve(self) -> None:
+        """It is too unlikely to be fed by then."""
+        calibration = Calibration(of_confidence=1.0, of_record=0.0)
+        assert self.chance_after(2000, [7], calibration) < LEAST_GAIN
+        assert self.chance_after(200, [3], calibration) > 0.3
 
     def test_only_places_that_were_decided_count(self) -> None:
-        calibration = Calibration(of_confidence=1.0, of_record=0.0)
-        observe_branches(calibration, self.BRANCHES[1:], Verdict([5, 6], 1, 1))
-        assert calibration == Calibration(of_confidence=1.0, of_record=0.0)
+        calibration, counted = (Calibration(of_confidence=1.0, of_record=0.0) for _ in range(2))
+        self.chance_after(1, [7], calibration)
+        observe_alternatives(counted, tree_of(*self.TREE[:2]), [7])
+        assert calibration == counted, "the other alternative follows a hint that was wrong"
+        observe_alternatives(counted, tree_of((0, 1, 0.5)), [1, 4])
+        assert calibration == counted, "there was none"
 
 
 @dataclass

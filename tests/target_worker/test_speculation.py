@@ -33,29 +33,38 @@ def learned(fixed_ms: float, token_ms: float, num_steps: int = 60) -> StepCost:
 
 
 def tokens_per_ms(rates: Sequence[float], counts: Sequence[int], cost: StepLine) -> float:
-    fixed_ms, token_ms = cost
     tokens = sum(sum(rate**i for i in range(count + 1)) for rate, count in zip(rates, counts, strict=True))
-    return tokens / (fixed_ms + token_ms * (len(counts) + sum(counts)))
+    return tokens / cost.step_ms(len(counts) + sum(counts))
 
 
 class TestStepCost:
     @pytest.mark.parametrize(("fixed_ms", "token_ms"), [(20.0, 0.4), (3.0, 0.1), (1.0, 0.9), (80.0, 1.0)])
     def test_a_line_is_recovered(self, fixed_ms: float, token_ms: float) -> None:
-        assert learned(fixed_ms, token_ms).line() == pytest.approx((fixed_ms, token_ms), rel=0.03)
+        assert learned(fixed_ms, token_ms).line() == pytest.approx((fixed_ms, token_ms, 0.0), rel=0.03)
 
     def test_a_change_is_followed(self) -> None:
         cost = learned(20.0, 0.4)
         for i in range(800):
             cost.observe(1 + i % 30, 5.0 + 0.2 * (1 + i % 30))
-        assert cost.line() == pytest.approx((5.0, 0.2), rel=0.05)
+        assert cost.line() == pytest.approx((5.0, 0.2, 0.0), rel=0.05)
 
     def test_causes_are_told_apart(self) -> None:
         cost, rng = StepCost(), random.Random(1)
         for _ in range(300):
             num_tokens, num_context = rng.randint(1, 60), rng.randint(0, 9000)
             cost.observe(num_tokens, 8.0 + 0.1 * num_tokens + 0.5 * num_context / 1e3, num_context)
-        assert cost.line(0) == pytest.approx((8.0, 0.1), rel=0.05)
+        assert cost.line(0) == pytest.approx((8.0, 0.1, 0.0), rel=0.05)
         assert cost.line(6000).fixed_ms == pytest.approx(8.0 + 3.0, rel=0.05)
+
+    def test_what_branches_read_again_has_a_price_of_its_own(self) -> None:
+        cost, rng = StepCost(), random.Random(2)
+        for _ in range(300):
+            num_context, num_on_path, num_branches = rng.randint(100, 9000), rng.randint(1, 5), rng.randint(0, 4)
+            num_tokens, num_reread = num_on_path + num_branches, num_branches * num_context
+            step_ms = 2.0 + 0.1 * num_tokens + 0.6 * num_context / 1e3 + 0.12 * num_reread / 1e3
+            cost.observe(num_tokens, step_ms, num_context, num_reread)
+        assert cost.line() == pytest.approx((2.0, 0.1, 0.12), rel=0.05)
+        assert cost.line().branch_ms(8000) == pytest.approx(0.1 + 0.96, rel=0.05)
 
     def test_a_step_that_was_held_up_changes_little(self) -> None:
         cost = learned(20.0, 0.4)
@@ -68,9 +77,9 @@ class TestStepCost:
         cost = StepCost()
         for num_tokens, step_ms in steps:
             cost.observe(num_tokens, step_ms)
-        fixed_ms, token_ms = cost.line()
-        assert fixed_ms > 0
-        assert token_ms > 0
+        line = cost.line()
+        assert line.fixed_ms > 0
+        assert line.token_ms > 0
 
 
 def gains(rates: list[float], available: list[int]) -> list[list[float]]:

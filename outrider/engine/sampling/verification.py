@@ -356,5 +356,6 @@ def verdict(
     token_ids += (branches[branch].hint.token_id for branch in trail)
     if token_id != NO_TOKEN:
         return Verdict([*token_ids, token_id], num_matched, num_matched, trail=trail)
-    # A step has one token more than accepted hints: without a token of its own the last accepted hint counts as that.
+    # A step has one token more than accepted hints: without a token of its own the last accepted one, of the trail or
+    # else of the path, counts as that.
     return Verdict(token_ids, max(num_matched - (not trail), 0), num_matched, trail=trail[:-1])

@@ -90,7 +90,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, first_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("token_ids", "origins", "num_draft_tokens", "num_accepted_draft_tokens", "step_ms", "logprobs", "is_resting", "num_prediction_tokens", "num_accepted_prediction_tokens", "hint_source")
+    __slots__ = ("token_ids", "origins", "num_draft_tokens", "num_accepted_draft_tokens", "step_ms", "logprobs", "is_resting", "num_prediction_tokens", "num_accepted_prediction_tokens", "hint_source", "num_branches", "num_accepted_branches")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,8 @@ class StepOutput(_message.Message):
     NUM_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HINT_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     origins: _containers.RepeatedScalarFieldContainer[_common_pb2.TokenOrigin]
     num_draft_tokens: int
@@ -111,7 +113,9 @@ class StepOutput(_message.Message):
     num_prediction_tokens: int
     num_accepted_prediction_tokens: int
     hint_source: _common_pb2.HintSource
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., step_ms: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., is_resting: _Optional[bool] = ..., num_prediction_tokens: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ..., hint_source: _Optional[_Union[_common_pb2.HintSource, str]] = ...) -> None: ...
+    num_branches: int
+    num_accepted_branches: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., step_ms: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., is_resting: _Optional[bool] = ..., num_prediction_tokens: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ..., hint_source: _Optional[_Union[_common_pb2.HintSource, str]] = ..., num_branches: _Optional[int] = ..., num_accepted_branches: _Optional[int] = ...) -> None: ...
 
 class SessionFinished(_message.Message):
     __slots__ = ("reason", "stop_token_id", "num_prompt_tokens", "num_output_tokens", "stats", "queue_ms", "prefill_ms", "num_cached_tokens", "num_preemptions")

@@ -188,6 +188,23 @@ def test_a_lone_stream_with_free_drafts_is_as_fast_as_the_closed_form(acceptance
     assert outcome.tokens_per_s * 0.020 == pytest.approx(expected, rel=0.07)
 
 
+def test_a_branch_beside_a_wrong_hint_brings_its_token() -> None:
+    """No more than if every hint were right where it or an alternative is."""
+    acceptance, alternatives = 0.3, 0.5
+    fleet = lone_stream(acceptance, 8)
+    fleet = replace(
+        fleet,
+        draft=replace(fleet.draft, max_alternatives=4),
+        kinds=(replace(fleet.kinds[0], alternatives=alternatives),),
+    )
+    path_alone = World(fleet).run().mean_acceptance_length
+    with_branches = World(replace(fleet, target=replace(fleet.target, branches=True))).run().mean_acceptance_length
+    right = acceptance + (1.0 - acceptance) * alternatives
+    assert path_alone is not None
+    assert with_branches is not None
+    assert 1.3 * path_alone < with_branches < 1.03 * (1.0 - right**9) / (1.0 - right)
+
+
 def test_a_useless_draft_costs_next_to_nothing() -> None:
     fleet = lone_stream(0.0, 8)
     fleet = replace(fleet, target=replace(fleet.target, always_listen=False))

@@ -1,7 +1,8 @@
 """Measures attention over the paged cache on one core: with the processor's dot products of bfloat16 and without them.
 
-Steps of one and of several sequences, of few rows and of a prompt's chunk, on contexts of several lengths; the two
-alternate. `products_per_s` counts the multiplications that the rows need, 2 · head_dim for each key that a row sees.
+Steps of one and of several sequences, of few rows, some of them nodes of a hint tree, and of a prompt's chunk, on
+contexts of several lengths; the two alternate. `products_per_s` counts the multiplications that the rows need, 2 ·
+head_dim for each key that a row sees.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,20 @@ from outrider.worker.worker_process import pin_to_cores
 
 BLOCK_SIZE = 16
 DOT_PRODUCTS, ANY = "dot products", "any processor's"
-LOADS = ((1, 1, 150), (1, 1, 1000), (8, 5, 150), (8, 5, 1000), (1, 512, 512), (1, 512, 1000), (1, 512, 4000))
-"""Sequences, rows of each, tokens of each in the cache with the rows' own."""
+
+
+class Load(NamedTuple):
+    num_sequences: int
+    num_rows: int  # of each
+    num_tokens: int  # of each in the cache, with the rows' own
+    num_nodes: int = 0  # rows that are nodes of a tree, beside each other
+
+
+LOADS = (
+    *(Load(1, 1, 150), Load(1, 1, 1000), Load(8, 5, 150), Load(8, 5, 1000)),
+    *(Load(1, 9, 1000), Load(1, 9, 1000, 4), Load(1, 9, 4000), Load(1, 9, 4000, 4)),
+    *(Load(1, 512, 512), Load(1, 512, 1000), Load(1, 512, 4000)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +50,20 @@ class Heads:
     head_dim: int
 
 
-def seconds(heads: Heads, load: tuple[int, int, int], rounds: int) -> dict[str, list[float]]:
+def seconds(heads: Heads, load: Load, rounds: int) -> dict[str, list[float]]:
     """Times of a layer's attention, by instructions."""
     found = kernels(torch.bfloat16)
     assert found is not None
-    num_sequences, num_rows, num_tokens = load
-    allocator = BlockAllocator(num_sequences * -(-num_tokens // BLOCK_SIZE) + 1, BLOCK_SIZE)
+    allocator = BlockAllocator(load.num_sequences * -(-load.num_tokens // BLOCK_SIZE) + 1, BLOCK_SIZE)
     blocks = []
-    for _ in range(num_sequences):
+    for _ in range(load.num_sequences):
         kv = KVSequence(allocator)
-        kv.extend(num_tokens)
-        blocks.append(QueryBlock(kv, num_rows))
+        kv.extend(load.num_tokens)
+        end = load.num_tokens - load.num_nodes
+        blocks.append(QueryBlock(KVSequence(allocator, kv.block_ids, end), load.num_rows - load.num_nodes))
+        if load.num_nodes:
+            paths = [[entry] for entry in range(end, load.num_tokens)]
+            blocks.append(QueryBlock(kv, load.num_nodes, end, paths))
     step = RaggedStep(blocks, BLOCK_SIZE)
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     qkv = torch.randn(step.num_rows, width).bfloat16()
@@ -78,16 +94,18 @@ def seconds(heads: Heads, load: tuple[int, int, int], rounds: int) -> dict[str, 
     return times
 
 
-def figures(heads: Heads, load: tuple[int, int, int], rounds: int) -> dict[str, Any]:
+def figures(heads: Heads, load: Load, rounds: int) -> dict[str, Any]:
     """Medians of a layer's attention, and their ratio."""
-    num_sequences, num_rows, num_tokens = load
-    num_seen = num_sequences * sum(range(num_tokens - num_rows + 1, num_tokens + 1))
+    end = load.num_tokens - load.num_nodes
+    num_on_line = load.num_rows - load.num_nodes
+    num_seen = load.num_sequences * (sum(range(end - num_on_line + 1, end + 1)) + load.num_nodes * (end + 1))
     num_products = 2 * heads.head_dim * heads.num_heads * num_seen
     medians = {name: statistics.median(own) for name, own in seconds(heads, load, rounds).items()}
     return {
-        "sequences": num_sequences,
-        "rows": num_rows,
-        "tokens": num_tokens,
+        "sequences": load.num_sequences,
+        "rows": load.num_rows,
+        "nodes among them": load.num_nodes,
+        "tokens": load.num_tokens,
         **{f"{name}, ms": round(1e3 * median, 3) for name, median in medians.items()},
         "ratio": round(medians[DOT_PRODUCTS] / medians[ANY], 2),
         "products_per_s": f"{num_products / medians[DOT_PRODUCTS]:.3g}",

@@ -110,6 +110,34 @@ def test_trees_and_lines_share_a_step() -> None:
         assert torch.equal(rows[40 + node], expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("prefix_len", "num_on_path"), [(40, 3), (250, 10), (256, 1), (509, 6)])
+def test_nodes_share_a_step_with_the_line_that_they_follow(
+    family: str, dtype: str, prefix_len: int, num_on_path: int
+) -> None:
+    """As a target verifies branches, around the borders of the kernels' blocks of 256 keys: they read the text's keys
+    together, and each row has the bits that it has alone."""
+    engine = models.engine(family, dtype)
+    tree = random_tree(np.random.default_rng(prefix_len), engine.vocab_size, prefix_len, num_on_path + 40)
+    tree.parents[:num_on_path] = range(-1, num_on_path - 1)
+    branches = range(num_on_path, num_on_path + 40)
+    kv = engine.new_sequence()
+    feed(engine, kv, tree.prefix, 1)
+    kv.extend(num_on_path + 40)
+    on_path = KVSequence(kv.allocator, kv.block_ids, kv.length - 40)
+    line = SequenceChunk(on_path, tree.token_ids[:num_on_path], num_on_path)
+    company = engine.new_sequence()
+    company.extend(30)
+    other = SequenceChunk(company, text(30, 9, engine.vocab_size), 1)
+    nodes = list(range(num_on_path + 40))
+    rows = engine.forward([line, tree.chunk(kv, list(branches), nodes), other])
+    kv.free()
+    company.free()
+    for node in nodes:
+        assert torch.equal(rows[node], logits_of(engine, tree.linear(node), prefill=prefix_len)[-1])
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "opt"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_after_entries_were_moved_together_the_path_goes_on_as_if_it_had_been_a_line(family: str, dtype: str) -> None:

@@ -23,6 +23,7 @@ from target_worker.limits import SchedulerLimits
 from target_worker.messages import HintsArrived, SessionEnded, StartSession, Step, SubscribeDraft, TokensCommitted
 from target_worker.runner import run_step
 from target_worker.scheduling.scheduler import Scheduler
+from target_worker.serving.generate_messages import event_message
 from tests import models
 from tests.engine.sequences import text
 
@@ -194,6 +195,8 @@ class Output:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_trails: int = 0  # steps that accepted branches
     num_deep_trails: int = 0
+    num_from_branches: int = 0  # tokens
+    num_reported: int = 0  # of these, as the worker counts them
 
 
 def guesses(luck: random.Random, right: Sequence[int], vocab_size: int) -> list[Hint]:
@@ -238,10 +241,13 @@ def say(dtype: str, params: SamplingParams, right: Sequence[int] | None, luck: i
         trails = [verdict.trail for verdict in result.verdicts if verdict is not None]
         output.num_trails += any(trails)
         output.num_deep_trails += any(len(trail) > 1 for trail in trails)
+        output.num_from_branches += sum(map(len, trails))
         for action in scheduler.finish_step(step, result, 0.0):
             if isinstance(action, TokensCommitted):
                 output.token_ids += action.token_ids
                 output.logprobs += action.logprobs or []
+                output.num_reported += event_message(action).step.num_accepted_branches
+                assert action.num_branches == sum(len(item.branches) for item in step.items) <= action.num_draft_tokens
             elif isinstance(action, SessionEnded):
                 allocator.check_integrity([])
                 return output
@@ -272,5 +278,7 @@ def test_the_output_is_that_of_plain_decoding(dtype: str, params: SamplingParams
     for hinted in outputs:
         assert hinted.token_ids == plain.token_ids
         assert hinted.logprobs == plain.logprobs
+        # The last step may have decided more than the output takes.
+        assert hinted.num_from_branches - 8 <= hinted.num_reported <= hinted.num_from_branches
     assert sum(hinted.num_trails for hinted in outputs) >= 15
     assert sum(hinted.num_deep_trails for hinted in outputs) >= 3

@@ -6,6 +6,8 @@
 // them, so that no sum goes across a vector. Weights are rounded to bfloat16 before they are multiplied with values, as
 // transformers does it; sums are float32.
 //
+// Nodes of a hint tree share the blocks of their sequence's text, with each other and with rows that follow it in a line.
+//
 // Blocks begin at multiples of BLOCK in the sequence, and a row takes part in a block only where it sees one of its keys:
 // what is added to a row, and in which order, depends on the row's own position alone. That makes it batch-invariant
 // (invariant I2) by construction.
@@ -44,7 +46,18 @@ struct Query {
   const int32_t* pairs;  // [head_dim / 2]
   BFloat16* output;
   int32_t first_key, num_keys;
+  const Member* member;
 };
+
+// Whether a query finds the keys of a block where the text has them, and not some of them in its path.
+INLINE bool reads_text(const Query& query, int32_t start) { return std::min(start + BLOCK, query.num_keys) <= query.member->tree_start; }
+
+// Slots of the keys of a block that a member sees: those of the text, or `own` where some are in its path.
+INLINE const int32_t* block_slots(const Step& step, const Member& member, const int32_t* slots, int32_t start, int32_t count, int32_t* own) {
+  if (start + count <= member.tree_start) return slots + start;
+  for (int32_t i = 0; i < count; ++i) own[i] = start + i < member.tree_start ? slots[start + i] : path_slot(step, member, start + i);
+  return own;
+}
 
 AVX512_BF16 INLINE __m512i load_line(const void* from) { return _mm512_loadu_si512(from); }
 
@@ -224,11 +237,40 @@ AVX512_BF16 void add_some_values(int num_queries, Scratch& scratch, int first, i
   if constexpr (QUERIES > 1) add_some_values<QUERIES - 1, DIM>(num_queries, scratch, first, count);
 }
 
-// Attention of up to TILE queries over one KV head. slots: of all keys, by position.
+INLINE int32_t most_keys(const Query* queries, int first, int last) {
+  int32_t most = 0;
+  for (int q = first; q < last; ++q) most = std::max(most, queries[q].num_keys);
+  return most;
+}
+
+// Adds what a block's keys bring to queries [first, last), which find them in the same slots.
 template <int DIM>
-AVX512_BF16 void attend_tile(const Query* queries, int num_queries, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int64_t kv_width, const Shape& shape) {
-  static thread_local Scratch scratch;
+AVX512_BF16 INLINE void attend_block(const Query* queries, int first, int last, int32_t start, int32_t count, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int64_t kv_width, const Shape& shape, Scratch& scratch) {
   constexpr int VECTORS = DIM / LANES, ADDED_TOGETHER = VECTORS <= 2 ? 8 : 24 / VECTORS;  // their sums fit the registers
+  arrange_keys<DIM>(keys, kv_width, slots, count, scratch.keys);
+  arrange_values<DIM>(values, kv_width, slots, count, scratch.values);
+  for (int some = first; some < last; some += TOGETHER) {
+    const int end = std::min(some + TOGETHER, last);
+    const int32_t seen = std::min(most_keys(queries, some, end) - start, count);
+    if (seen > 0) score_some<TOGETHER, DIM>(end - some, queries + some, scratch.keys, seen, shape.scale, scratch.scores);
+    for (int q = some; q < end; ++q) {
+      const int32_t from = std::max(queries[q].first_key - start, 0), to = std::min(queries[q].num_keys - start, count);
+      scratch.sees[q] = from < to;
+      if (from < to) weigh(scratch.scores[q - some], from, to, count, shape.softcap, scratch, q);
+    }
+  }
+  for (int some = first; some < last; some += ADDED_TOGETHER) {
+    const int end = std::min(some + ADDED_TOGETHER, last);
+    const int32_t seen = std::min(most_keys(queries, some, end) - start, count);
+    if (seen > 0) add_some_values<ADDED_TOGETHER, DIM>(end - some, scratch, some, seen);
+  }
+}
+
+// Attention of up to TILE queries over one KV head, those of a member side by side. slots: of the text, by position.
+template <int DIM>
+AVX512_BF16 void attend_tile(const Query* queries, int num_queries, const Step& step, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int64_t kv_width, const Shape& shape) {
+  static thread_local Scratch scratch;
+  constexpr int VECTORS = DIM / LANES;
   int32_t begin = queries[0].first_key, end = 0;
   for (int q = 0; q < num_queries; ++q) {
     begin = std::min(begin, queries[q].first_key);
@@ -238,23 +280,16 @@ AVX512_BF16 void attend_tile(const Query* queries, int num_queries, const int32_
   }
   std::memset(scratch.sums, 0, static_cast<size_t>(num_queries) * DIM * sizeof(float));
   for (int32_t start = begin / BLOCK * BLOCK; start < end; start += BLOCK) {
-    const int32_t count = std::min(BLOCK, end - start);
-    arrange_keys<DIM>(keys, kv_width, slots + start, count, scratch.keys);
-    arrange_values<DIM>(values, kv_width, slots + start, count, scratch.values);
-    for (int first = 0; first < num_queries; first += TOGETHER) {
-      const int some = std::min(TOGETHER, num_queries - first);
-      const int32_t seen = std::min(queries[first + some - 1].num_keys - start, count);  // by the last one, which sees most
-      if (seen > 0) score_some<TOGETHER, DIM>(some, queries + first, scratch.keys, seen, shape.scale, scratch.scores);
-      for (int q = first; q < first + some; ++q) {
-        const int32_t from = std::max(queries[q].first_key - start, 0), to = std::min(queries[q].num_keys - start, count);
-        scratch.sees[q] = from < to;
-        if (from < to) weigh(scratch.scores[q - first], from, to, count, shape.softcap, scratch, q);
+    for (int first = 0, last; first < num_queries; first = last) {
+      const bool is_text = reads_text(queries[first], start);
+      for (last = first + 1; last < num_queries; ++last) {
+        if (is_text ? !reads_text(queries[last], start) : queries[last].member != queries[first].member) break;
       }
-    }
-    for (int first = 0; first < num_queries; first += ADDED_TOGETHER) {
-      const int some = std::min(ADDED_TOGETHER, num_queries - first);
-      const int32_t seen = std::min(queries[first + some - 1].num_keys - start, count);
-      if (seen > 0) add_some_values<ADDED_TOGETHER, DIM>(some, scratch, first, seen);
+      const int32_t count = std::min(BLOCK, most_keys(queries, first, last) - start);
+      if (count <= 0) continue;
+      int32_t own[BLOCK];
+      const int32_t* some = is_text ? slots + start : block_slots(step, *queries[first].member, slots, start, count, own);
+      attend_block<DIM>(queries, first, last, start, count, some, keys, values, kv_width, shape, scratch);
     }
   }
   for (int q = 0; q < num_queries; ++q) {
@@ -266,53 +301,61 @@ AVX512_BF16 void attend_tile(const Query* queries, int num_queries, const int32_
   }
 }
 
-// Queries `[first, first + TILE)` of those that read one KV head; they are ordered by row, then by head.
+// Queries `[first, first + TILE)` of those that read one KV head; they are ordered by member, then by row, then by head.
 template <int DIM>
-void attend_part(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int64_t kv_head, int64_t first) {
+void attend_part(const BFloat16* qkv, BFloat16* output, const Step& step, const Shape& shape, const Member* members, int64_t num_rows, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int64_t kv_head, int64_t first) {
   const int64_t kv_width = shape.num_kv_heads * DIM, share = shape.num_heads / shape.num_kv_heads;
   const int64_t width = shape.num_heads * DIM + 2 * kv_width;
-  const int count = static_cast<int>(std::min<int64_t>(TILE, share * member.num_rows - first));
+  const int count = static_cast<int>(std::min<int64_t>(TILE, share * num_rows - first));
   Query queries[TILE];
+  const Member* member = members;
+  int64_t before = 0;  // rows of the members before
   for (int q = 0; q < count; ++q) {
-    const int64_t row = (first + q) / share, head = kv_head * share + (first + q) % share;
-    const int32_t num_keys = member.first_position + static_cast<int32_t>(row) + 1;
+    while ((first + q) / share - before >= member->num_rows) before += member++->num_rows;
+    const int64_t row = (first + q) / share - before, head = kv_head * share + (first + q) % share;
+    const int32_t num_keys = member->first_position + static_cast<int32_t>(row) + 1;
     queries[q] = {
-        reinterpret_cast<const int32_t*>(qkv + (member.first_row + row) * width + head * DIM),
-        output + (member.first_row + row) * shape.num_heads * DIM + head * DIM,
+        reinterpret_cast<const int32_t*>(qkv + (member->first_row + row) * width + head * DIM),
+        output + (member->first_row + row) * shape.num_heads * DIM + head * DIM,
         shape.window > 0 ? std::max<int32_t>(0, num_keys - static_cast<int32_t>(shape.window)) : 0,
         num_keys,
+        member,
     };
   }
-  attend_tile<DIM>(queries, count, slots, keys + kv_head * DIM, values + kv_head * DIM, kv_width, shape);
+  attend_tile<DIM>(queries, count, step, slots, keys + kv_head * DIM, values + kv_head * DIM, kv_width, shape);
 }
 
 constexpr int64_t PRODUCTS_WORTH_THREADS = 1 << 22;  // about as many as take 50 us
 
 template <int DIM>
-void attend_member(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int32_t num_threads) {
-  const int64_t num_queries = shape.num_heads / shape.num_kv_heads * member.num_rows;
-  const int64_t num_tiles = (num_queries + TILE - 1) / TILE, num_parts = shape.num_kv_heads * num_tiles;
-  const int64_t num_products = 2 * shape.num_heads * member.num_rows * (member.first_position + member.num_rows) * DIM;
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1 && num_products > PRODUCTS_WORTH_THREADS)
+void attend_sequence(const BFloat16* qkv, BFloat16* output, const Step& step, const Shape& shape, const Member* members, int64_t num_members, const int32_t* slots, const BFloat16* keys, const BFloat16* values) {
+  int64_t num_rows = 0, num_keys = 0;
+  for (int64_t i = 0; i < num_members; ++i) {
+    num_rows += members[i].num_rows;
+    num_keys += members[i].num_rows * (members[i].first_position + members[i].num_rows);
+  }
+  const int64_t num_tiles = (shape.num_heads / shape.num_kv_heads * num_rows + TILE - 1) / TILE, num_parts = shape.num_kv_heads * num_tiles;
+  const int32_t num_threads = static_cast<int32_t>(step.num_threads);
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1 && 2 * shape.num_heads * num_keys * DIM > PRODUCTS_WORTH_THREADS)
   for (int64_t part = 0; part < num_parts; ++part) {
-    attend_part<DIM>(qkv, output, shape, member, slots, keys, values, part / num_tiles, part % num_tiles * TILE);
+    attend_part<DIM>(qkv, output, step, shape, members, num_rows, slots, keys, values, part / num_tiles, part % num_tiles * TILE);
   }
 }
 
 }  // namespace
 
-bool attend_member_dot_products(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int32_t num_threads) {
+bool attend_sequence_dot_products(const BFloat16* qkv, BFloat16* output, const Step& step, const Shape& shape, const Member* members, int64_t num_members, const int32_t* slots, const BFloat16* keys, const BFloat16* values) {
   switch (shape.head_dim) {
-    case 16: attend_member<16>(qkv, output, shape, member, slots, keys, values, num_threads); return true;
-    case 32: attend_member<32>(qkv, output, shape, member, slots, keys, values, num_threads); return true;
-    case 64: attend_member<64>(qkv, output, shape, member, slots, keys, values, num_threads); return true;
-    case 128: attend_member<128>(qkv, output, shape, member, slots, keys, values, num_threads); return true;
+    case 16: attend_sequence<16>(qkv, output, step, shape, members, num_members, slots, keys, values); return true;
+    case 32: attend_sequence<32>(qkv, output, step, shape, members, num_members, slots, keys, values); return true;
+    case 64: attend_sequence<64>(qkv, output, step, shape, members, num_members, slots, keys, values); return true;
+    case 128: attend_sequence<128>(qkv, output, step, shape, members, num_members, slots, keys, values); return true;
   }
   return false;
 }
 
 #else
 
-bool attend_member_dot_products(const BFloat16*, BFloat16*, const Shape&, const Member&, const int32_t*, const BFloat16*, const BFloat16*, int32_t) { return false; }
+bool attend_sequence_dot_products(const BFloat16*, BFloat16*, const Step&, const Shape&, const Member*, int64_t, const int32_t*, const BFloat16*, const BFloat16*) { return false; }
 
 #endif

@@ -303,27 +303,46 @@ INLINE void attend(const T* const* queries, T* const* outputs, int num_queries, 
   }
 }
 
+// Slots of the first keys of a sequence that is a line.
+INLINE void write_text_slots(const Step& step, int32_t table, int32_t num_keys, int32_t* slots) {
+  const int32_t block_size = static_cast<int32_t>(step.block_size);
+  for (int32_t start = 0, block = table; start < num_keys; start += block_size, ++block) {
+    const int32_t count = std::min(block_size, num_keys - start), first = step.tables[block] * block_size;
+    for (int32_t i = 0; i < count; ++i) slots[start + i] = first + i;
+  }
+}
+
+INLINE int32_t longest_of(const Member& member) { return member.first_position + member.num_rows; }
+
+// Attends the members from `members` on that read the same table, with DOT_PRODUCTS; returns how many, 0 for heads of an
+// unknown width.
+INLINE int64_t attend_same_table(const BFloat16* qkv, BFloat16* output, const Step& step, const Shape& shape, const Member* members, int64_t num_left, const BFloat16* keys, const BFloat16* values, int32_t* slots) {
+  int64_t count = 0;
+  int32_t num_text = 0;
+  for (; count < num_left && members[count].table == members[0].table; ++count) {
+    num_text = std::max(num_text, std::min(longest_of(members[count]), members[count].tree_start));
+  }
+  write_text_slots(step, members[0].table, num_text, slots);
+  return attend_sequence_dot_products(qkv, output, step, shape, members, count, slots, keys, values) ? count : 0;
+}
+
 template <typename T, int VECTORS>
 INLINE void attend_members(const T* qkv, T* output, const Step& step, const Shape& shape, const T* keys, const T* values, float* scores, int64_t stride, int32_t* slots, int64_t first_member, int64_t last_member) {
   const int64_t d = shape.head_dim, kv_width = shape.num_kv_heads * d;
   const int64_t width = shape.num_heads * d + 2 * kv_width, share = shape.num_heads / shape.num_kv_heads;
   for (int64_t number = first_member; number < last_member; ++number) {
-    Member member;
-    std::memcpy(&member, step.members + number * 6, sizeof member);
-    const int32_t* table = step.tables + member.table;
-    const int32_t longest = member.first_position + member.num_rows;
-    const int32_t num_text = std::min(longest, member.tree_start), block_size = static_cast<int32_t>(step.block_size);
-    for (int32_t start = 0, block = 0; start < num_text; start += block_size, ++block) {
-      const int32_t count = std::min(block_size, num_text - start), first = table[block] * block_size;
-      for (int32_t i = 0; i < count; ++i) slots[start + i] = first + i;
-    }
-    for (int32_t p = num_text; p < longest; ++p) {
-      const int32_t entry = step.paths[member.path + p - num_text];
-      slots[p] = table[entry / block_size] * block_size + entry % block_size;
-    }
+    const Member& member = step.members[number];
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (shape.instructions == DOT_PRODUCTS && attend_member_dot_products(qkv, output, shape, member, slots, keys, values, static_cast<int32_t>(step.num_threads))) continue;
+      if (shape.instructions == DOT_PRODUCTS) {
+        if (const int64_t count = attend_same_table(qkv, output, step, shape, &member, last_member - number, keys, values, slots)) {
+          number += count - 1;
+          continue;
+        }
+      }
     }
+    const int32_t longest = longest_of(member), num_text = std::min(longest, member.tree_start);
+    write_text_slots(step, member.table, num_text, slots);
+    for (int32_t p = num_text; p < longest; ++p) slots[p] = path_slot(step, member, p);
     for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) {
       const int64_t total = share * member.num_rows;
       for (int64_t first = 0; first < total; first += MAX_QUERIES) {

@@ -71,9 +71,12 @@ class RaggedStep:
         paths: list[int] = []
         self.num_keys_max = 1
         self.num_members = 0
+        table: Sequence[int] = ()
+        table_start = 0
         for block in blocks:
-            table, table_start = block.kv.block_ids, len(tables)
-            tables += table
+            if block.kv.block_ids is not table:  # nodes of a tree stand beside the line that they follow
+                table, table_start = block.kv.block_ids, len(tables)
+                tables += table
             first = block.kv.length - block.num_rows
             write_slots += [
                 table[entry // block_size] * block_size + entry % block_size for entry in range(first, block.kv.length)

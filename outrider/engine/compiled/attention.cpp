@@ -52,13 +52,6 @@ struct Query {
 // Whether a query finds the keys of a block where the text has them, and not some of them in its path.
 INLINE bool reads_text(const Query& query, int32_t start) { return std::min(start + BLOCK, query.num_keys) <= query.member->tree_start; }
 
-// Slots of the keys of a block that a member sees: those of the text, or `own` where some are in its path.
-INLINE const int32_t* block_slots(const Step& step, const Member& member, const int32_t* slots, int32_t start, int32_t count, int32_t* own) {
-  if (start + count <= member.tree_start) return slots + start;
-  for (int32_t i = 0; i < count; ++i) own[i] = start + i < member.tree_start ? slots[start + i] : path_slot(step, member, start + i);
-  return own;
-}
-
 AVX512_BF16 INLINE __m512i load_line(const void* from) { return _mm512_loadu_si512(from); }
 
 // 16 x 16 words.
@@ -288,8 +281,9 @@ AVX512_BF16 void attend_tile(const Query* queries, int num_queries, const Step& 
       const int32_t count = std::min(BLOCK, most_keys(queries, first, last) - start);
       if (count <= 0) continue;
       int32_t own[BLOCK];
-      const int32_t* some = is_text ? slots + start : block_slots(step, *queries[first].member, slots, start, count, own);
-      attend_block<DIM>(queries, first, last, start, count, some, keys, values, kv_width, shape, scratch);
+      const Member& member = *queries[first].member;
+      for (int32_t p = start; !is_text && p < start + count; ++p) own[p - start] = p < member.tree_start ? slots[p] : path_slot(step, member, p);
+      attend_block<DIM>(queries, first, last, start, count, is_text ? slots + start : own, keys, values, kv_width, shape, scratch);
     }
   }
   for (int q = 0; q < num_queries; ++q) {
@@ -332,7 +326,7 @@ void attend_sequence(const BFloat16* qkv, BFloat16* output, const Step& step, co
   int64_t num_rows = 0, num_keys = 0;
   for (int64_t i = 0; i < num_members; ++i) {
     num_rows += members[i].num_rows;
-    num_keys += members[i].num_rows * (members[i].first_position + members[i].num_rows);
+    num_keys += static_cast<int64_t>(members[i].num_rows) * (members[i].first_position + members[i].num_rows);
   }
   const int64_t num_tiles = (shape.num_heads / shape.num_kv_heads * num_rows + TILE - 1) / TILE, num_parts = shape.num_kv_heads * num_tiles;
   const int32_t num_threads = static_cast<int32_t>(step.num_threads);

@@ -57,12 +57,16 @@ def test_a_killed_fetch_leaves_no_folder_and_the_next_one_goes_on(
     folder = tmp_path / "model"
     first = command(ADDRESS, folder)
     partial = partial_folder(folder)
-    until(lambda: sum(path.stat().st_size for path in partial.glob("*.part")) >= 2 * HELD_BYTES, first)
+
+    def num_bytes() -> dict[str, int]:
+        return {shard: path.stat().st_size for shard in SHARDS for path in partial.glob(f"{shard}.*.part")}
+
+    until(lambda: [size >= HELD_BYTES for size in num_bytes().values()] == [True] * len(SHARDS), first)
     assert not folder.exists()
     first.kill()
     first.wait(10)
     assert not folder.exists()
-    kept = {shard: next(partial.glob(f"{shard}.*.part")).stat().st_size for shard in SHARDS}
+    kept = num_bytes()
     assert all(size >= HELD_BYTES for size in kept.values())
     asked = len(held.host.asked)
     held.host.faults.gate.set()

@@ -1,4 +1,4 @@
-"""How unlikely a node may be and still be fed. Pure.
+"""The least probability of being reached with which a node is still fed. Pure.
 
 Every node costs the target a part of a message, and memory traffic where the workers share a machine. Beside a target
 whose steps are long there is time for nodes that are less likely to be reached, and a hint that is missing costs more.

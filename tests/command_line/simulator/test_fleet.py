@@ -107,6 +107,13 @@ def test_a_measured_pair_takes_the_place_of_costs_and_chances() -> None:
     assert fleet.texts == ((0, 0, 1), (4, 0))
 
 
+@pytest.mark.parametrize(("device", "has_branches"), [("cpu", True), ("cuda", False)])
+def test_targets_verify_branches_on_the_device_where_the_pair_was_measured(device: str, has_branches: bool) -> None:
+    fleet = with_pair(Fleet(), PROFILE | {"settings": {"device": device}})
+    assert fleet.target_limits().verifies_branches is has_branches
+    assert not Fleet().target_limits().verifies_branches
+
+
 @pytest.mark.parametrize("missing", list(PROFILE))
 def test_another_json_file_is_no_pair(missing: str) -> None:
     with pytest.raises(InvalidRequest, match="outrider tune --json"):

@@ -1,9 +1,9 @@
 """The hints that a step may verify: a draft worker's, those of local sources, tokens that the grammar forces. Pure.
 
 Where a draft worker's hints end or are missing, the local source that promises the most continues the path. After a
-long match, or with a head's draft, it may replace the draft's hints, if it promises more. That choice depends on the
-number of hints, on the match before the first of them, on the outcome of earlier ones, and in greedy and coupled mode
-on the draft's confidence; under rejection sampling never on a hint's token (invariant I4).
+long match, or with a head's draft, it may replace the draft's hints, if it promises more. `choices` decides that, and
+how many hints a step may count on; it is not given hints. Here a path is put together as it was decided: what stands at
+a position depends on the hints before it, never on the hint there (invariant I4).
 
 Where the grammar permits only one token, that token is the hint, whatever the draft proposes. This choice ignores the
 draft's token, so it biases nothing (invariant I4). The draft's tree is followed as long as it agrees. Two kinds of
@@ -16,6 +16,7 @@ residual.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,17 +24,8 @@ from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import Branch, Hint, HintTree
 from target_worker.hints.branches import USUAL_PRICES, BranchSearch, LikelyBranch, RowPrices
-from target_worker.hints.local_source import (
-    NOTHING_LOCAL,
-    HintKind,
-    LocalProposal,
-    LocalSource,
-    best_proposal,
-    expected_tokens,
-)
-
-CERTAIN_MATCH = 8
-"""Match length in tokens from which no draft worker is waited for, and a local source may replace its hints."""
+from target_worker.hints.choices import drawn_chances, takes_the_place
+from target_worker.hints.local_source import NOTHING_LOCAL, HintKind, LocalProposal, LocalSource, best_proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +35,10 @@ class HintPath:
     hints: list[Hint]
     num_feedable: int
     local: LocalProposal = NOTHING_LOCAL  # source of the local hints
-    # The same of a draft worker's hints, by position in `hints`. Not compared: estimates are no part of a path.
-    remote_chances: Sequence[float] = field(default=(), compare=False)
+    # All that a choice of how many hints to feed may know of the path: per position the probability that a hint there
+    # is accepted, given those before it. Where hints were drawn, there may be more of these than hints (I4). Not
+    # compared: estimates are no part of a path.
+    chances: Sequence[float] = field(default=(), compare=False)
     branches: Sequence[LikelyBranch] = ()
     max_fed: int = field(default=0, compare=False)  # hints in all, where there are branches
     is_always: bool = False  # all of the path is fed, whatever it is worth
@@ -55,8 +49,9 @@ class HintPath:
         return sum(self._chances())
 
     def gains(self) -> list[float]:
-        """Worth of each feedable hint, of the path and its branches: the probability that it and all before it are
-        accepted, for a branch in proportion to its price. In falling order, in which they are fed."""
+        """Worth of each hint that a step may count on, of the path and its branches: the probability that it and all
+        before it are accepted, for a branch in proportion to its price. In falling order, in which they are fed. Under
+        rejection sampling a step may count on more hints than there are: `num_fed` says how many it gets."""
         if not self.branches:
             return self._path_gains()
         return [-negative for negative, _ in self._rows()]
@@ -68,20 +63,11 @@ class HintPath:
         return sorted([*on_path, *((-each.gain, True) for each in self.branches)])[: self.max_fed]
 
     def _path_gains(self) -> list[float]:
-        return [1.0] * self.num_feedable if self.is_always else self._chances()
+        return [1.0] * len(self.chances) if self.is_always else self._chances()
 
     def _chances(self) -> list[float]:
-        """Per feedable hint of the path, the probability that it and all before it are accepted; a forced token is
-        certain."""
-        chance, chances, num_local = 1.0, [], 0
-        for position, hint in enumerate(self.hints[: self.num_feedable]):
-            if is_local(hint):
-                chance *= self.local.chances[num_local]
-                num_local += 1
-            elif not is_forced(hint):
-                chance *= self.remote_chances[position]
-            chances.append(chance)
-        return chances
+        """Per position of the path, the probability that the hint there and all before it are accepted."""
+        return list(itertools.accumulate(self.chances, operator.mul))
 
     def tried_locally(self, num_verified: int, num_matched: int) -> tuple[int, int] | None:
         """Returns (local hints verified, local hints accepted); None when none was reached."""
@@ -96,6 +82,10 @@ class HintPath:
         tried = self.tried_locally(num_verified, num_matched)
         if tried is not None and self.local.source is not None:
             self.local.source.observe(self.local.proposal, num_matched=tried[1], num_verified=tried[0])
+
+    def num_fed(self, num_counted_on: int) -> int:
+        """Hints that a step feeds which counts on so many."""
+        return num_counted_on if self.branches else min(num_counted_on, self.num_feedable)
 
     def for_step(self, num_fed: int) -> tuple[list[Hint], list[Branch]]:
         """The path's hints and the branches that a step with `num_fed` fed hints verifies: of the path one more than
@@ -142,15 +132,39 @@ class HintSources:
     of_branches: Calibration | None = None  # its confidence in alternatives; None: none are verified
     prices: RowPrices = USUAL_PRICES
 
-    def remote_chances(self, hints: Sequence[Hint]) -> Sequence[float]:
-        """Acceptance probability of each hint of a path, given those before it; meaningful for a draft worker's hints
-        only."""
+    @property
+    def are_drawn(self) -> bool:
+        """Whether a draft worker's hints were drawn, so that no choice may know their values (I4)."""
+        return self.calibration is None
+
+    def promise(self, hints: Sequence[Hint], max_len: int) -> Sequence[float]:
+        """Acceptance probability of each of a draft worker's hints, given those before it: all that a choice may know
+        of them. Of drawn ones it says whether there are any, and the record of `max_len`."""
         if self.calibration is None:
-            return self.acceptance
+            return self.acceptance[:max_len] if hints else ()
         return [
             self.calibration.chance(hint.confidence, record)
             for hint, record in zip(hints, self.acceptance, strict=False)
         ]
+
+    def chances(self, hints: Sequence[Hint], local: LocalProposal, num_feedable: int, max_fed: int) -> Sequence[float]:
+        """What a path promises to the choice of how many hints are fed (`HintPath.chances`). A forced token is certain.
+
+        max_fed: most hints of a path that begins with the draft worker's.
+        """
+        remote = self.promise(hints, max_fed)
+        chances, num_local = list[float](), 0
+        for position, hint in enumerate(hints[:num_feedable]):
+            if is_local(hint):
+                chances.append(local.chances[num_local])
+                num_local += 1
+            elif is_forced(hint):
+                chances.append(1.0)
+            elif self.are_drawn:
+                break
+            else:
+                chances.append(remote[position])
+        return drawn_chances(chances, remote) if self.are_drawn and any(map(is_remote, hints)) else chances
 
     def branches(self, path: Sequence[Hint], stop_token_ids: frozenset[int], max_fed: int) -> Sequence[LikelyBranch]:
         """Branches beside a path that begins with a draft worker's hints, of which at most `max_fed` may be fed. None
@@ -181,8 +195,7 @@ def choose_path(
     if grammar is not None:
         hints, local = _path_within(sources, grammar, committed, max_len)
     else:
-        hints = sources.tree.primary_path(max_len) if sources.tree is not None else []
-        hints, local = _with_local_hints(hints, sources, committed, max_len, max(max_fed, max_local or 0) + 1)
+        hints, local = _open_path(sources, committed, max_len, max(max_fed, max_local or 0) + 1)
         if local.source is not None:
             max_fed = max(max_fed, max_local or 0)
     num_feedable = min(len(hints), max_fed)
@@ -192,32 +205,23 @@ def choose_path(
     elif grammar is not None and hints and not _permits(grammar, [hint.token_id for hint in hints]):
         num_feedable = min(len(hints) - 1, num_feedable)
     branches = sources.branches(hints[:num_feedable], stop_token_ids, max_drafted)
-    return HintPath(hints, num_feedable, local, sources.remote_chances(hints), branches, max(max_fed, num_feedable))
+    chances = sources.chances(hints, local, num_feedable, max_drafted)
+    return HintPath(hints, num_feedable, local, chances, branches, max(max_fed, num_feedable))
 
 
-def _with_local_hints(
-    hints: list[Hint], sources: HintSources, committed: Sequence[int], max_len: int, max_local_len: int
+def _open_path(
+    sources: HintSources, committed: Sequence[int], max_len: int, max_local_len: int
 ) -> tuple[list[Hint], LocalProposal]:
-    """The draft's path, continued by a local source if it has fewer than `max_len` hints, or a local path where a long
-    match promises more."""
+    """The draft's path, continued by a local source if it has fewer than `max_len` hints, or a local path."""
+    hints = sources.tree.primary_path(max_len) if sources.tree is not None else []
     local = best_proposal(sources.local, committed, [], max_local_len)
-    if hints and not (
-        _may_replace(local) and local.expected > expected_tokens(sources.remote_chances(hints)[: len(hints)])
-    ):
-        if len(hints) == max_len:
-            return hints, NOTHING_LOCAL
-        suffix = [hint.token_id for hint in hints]
-        local = best_proposal(sources.local, committed, suffix, max_local_len - len(hints))
-        return hints + local.hints(), local
-    return local.hints(), local
-
-
-def _may_replace(local: LocalProposal) -> bool:
-    """Whether a local path may stand instead of a draft worker's. A short match promises more than it keeps; a head is
-    asked only where it promises more."""
-    return local.proposal.match_len >= CERTAIN_MATCH or (
-        local.source is not None and local.source.kind is HintKind.HEAD
-    )
+    if takes_the_place(local, sources.promise(hints, max_len), are_drawn=sources.are_drawn):
+        return local.hints(), local
+    if len(hints) == max_len:
+        return hints, NOTHING_LOCAL
+    suffix = [hint.token_id for hint in hints]
+    local = best_proposal(sources.local, committed, suffix, max_local_len - len(hints))
+    return hints + local.hints(), local
 
 
 def _path_within(

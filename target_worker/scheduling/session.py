@@ -22,8 +22,9 @@ from outrider.hints.step_cost import StepLine
 from outrider.sampling_params import BACKGROUND_PRIORITY, DecodingMode, SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
 from target_worker.hints.branches import RowPrices, observe_alternatives
+from target_worker.hints.choices import CERTAIN_MATCH
 from target_worker.hints.head_hints import HeadHints
-from target_worker.hints.hint_path import CERTAIN_MATCH, HintPath, HintSources, calibrate, choose_path, is_remote
+from target_worker.hints.hint_path import HintPath, HintSources, calibrate, choose_path, is_remote
 from target_worker.hints.local_source import LocalSource
 from target_worker.hints.memory import MemoryHints
 from target_worker.hints.subscribers import Subscriber, commits_for

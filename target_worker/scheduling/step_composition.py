@@ -57,13 +57,14 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
             continue
         is_tight = 0.0 < each.token_ms < line.step_ms(len(decoding))  # a plain step takes longer than it pays for
         session.needs_hints = is_tight and _do_hints_help(session, limits, line, len(decoding))
-    num_fed = room.limit_hints(allot_within(gains, line, max(hint_budget, 0), budgets))
+    counted_on = allot_within(gains, line, max(hint_budget, 0), budgets)
+    num_fed = room.limit_hints([path.num_fed(count) for path, count in zip(paths, counted_on, strict=True)])
     items = []
     for session, path, fed in zip(decoding, paths, num_fed, strict=True):
         items.append(deciding_item(session, path, fed))
-        budget -= fed
+    budget -= sum(counted_on)  # not what is fed: that may follow from drawn hints (I4)
     usual_ms = CHUNK_SHARE * chunk_cost.ms(Chunk(0, max(budget, 0)))
-    budget_ms = min(usual_ms, time_left_ms(gains, num_fed, line, budgets)) if room.prefilling else usual_ms
+    budget_ms = min(usual_ms, time_left_ms(gains, counted_on, line, budgets)) if room.prefilling else usual_ms
     must_get_on = budget_ms == usual_ms or chunk_cost.num_steps_without >= PROMPT_TURN_STEPS
     for session, most in by_due(room.prefilling, [turn_of(session) for session, _ in room.prefilling], now):
         chunk = Chunk(session.kv.length, min(most, budget))

@@ -10,7 +10,8 @@ import pytest
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.hints.hint_tree import ROOT_ID, Hint, HintTree
 from outrider.sampling_params import SamplingParams, SpeculationSettings
-from target_worker.hints.hint_path import CERTAIN_MATCH, HintSources, choose_path, is_local
+from target_worker.hints.choices import CERTAIN_MATCH
+from target_worker.hints.hint_path import HintSources, choose_path, is_local
 from target_worker.hints.lookup import LookupHints
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (

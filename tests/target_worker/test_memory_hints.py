@@ -10,7 +10,8 @@ import pytest
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import ROOT_ID, DraftDistribution, Hint, HintTree
 from outrider.sampling_params import SpeculationSettings
-from target_worker.hints.hint_path import CERTAIN_MATCH, HintPath, HintSources, choose_path
+from target_worker.hints.choices import CERTAIN_MATCH
+from target_worker.hints.hint_path import HintPath, HintSources, choose_path
 from target_worker.hints.local_source import HintKind
 from target_worker.hints.memory import MemoryHints
 from target_worker.messages import (
@@ -137,10 +138,19 @@ class TestChances:
 
 
 class TestPaths:
-    def path(self, drafted: Sequence[int], memory: MemoryHints, rate: float = 0.7, *others: FixedSource) -> HintPath:
+    def path(
+        self,
+        drafted: Sequence[int],
+        memory: MemoryHints,
+        rate: float = 0.7,
+        *others: FixedSource,
+        calibration: Calibration | None = None,
+    ) -> HintPath:
+        """calibration: None under rejection sampling."""
         tree = HintTree()
         tree.add(TEXT, 1, len(TEXT), chain([*drafted]))
-        return choose_path(HintSources(tree, [rate] * 9, [*others, memory], None), TEXT, frozenset(), 6)
+        sources = HintSources(tree, [rate] * 9, [*others, memory], None, calibration)
+        return choose_path(sources, TEXT, frozenset(), 6)
 
     def test_a_memory_continues_a_drafts_path(self) -> None:
         path = self.path([4, 5], memory_of(arrived(chain([4, 5, 6, 7]))))
@@ -149,8 +159,14 @@ class TestPaths:
 
     @pytest.mark.parametrize(("match_len", "is_taken"), [(CERTAIN_MATCH - 1, False), (24, True)])
     def test_after_a_long_match_it_replaces_a_draft_that_promises_less(self, match_len: int, is_taken: bool) -> None:
-        path = self.path([4, 5, 6, 7, 8, 9, 10], memory_of(arrived(chain([20, 21, 22, 23, 24]), match_len)), 0.5)
+        memory = memory_of(arrived(chain([20, 21, 22, 23, 24]), match_len))
+        path = self.path([4, 5, 6, 7, 8, 9, 10], memory, 0.5, calibration=Calibration())
         assert (path.hints[0].node_id == HintKind.MEMORY) is is_taken
+
+    def test_it_does_not_replace_what_was_drawn(self) -> None:
+        """When it comes, a step may have waited for, and for how long follows from the values that were drawn (I4)."""
+        path = self.path([4, 5], memory_of(arrived(chain([20, 21, 22, 23, 24]), 24)), 0.1)
+        assert [hint.token_id for hint in path.hints[:2]] == [4, 5]
 
     def test_a_draft_that_promises_more_stays(self) -> None:
         path = self.path([4, 5, 6, 7, 8, 9, 10], memory_of(arrived(chain([20]), 24)), 0.9)

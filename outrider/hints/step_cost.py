@@ -34,6 +34,10 @@ class StepLine(NamedTuple):
     def step_ms(self, num_tokens: int) -> float:
         return self.fixed_ms + self.token_ms * num_tokens
 
+    def num_tokens(self, step_ms: float) -> int:
+        """Most tokens that a step of so many milliseconds feeds; 0 where even an empty one takes longer."""
+        return max(int((step_ms - self.fixed_ms) / self.token_ms), 0)
+
 
 NUM_STEPS_PER_FIT = 8
 """Steps between two fits; the first fits come after every step."""

@@ -42,6 +42,7 @@ class HintPath:
     branches: Sequence[LikelyBranch] = ()
     max_fed: int = field(default=0, compare=False)  # hints in all, where there are branches
     is_always: bool = False  # all of the path is fed, whatever it is worth
+    is_predicted: bool = field(default=False, compare=False)  # whether its client's prediction asks for rows
 
     @property
     def expected(self) -> float:
@@ -206,7 +207,14 @@ def choose_path(
         num_feedable = min(len(hints) - 1, num_feedable)
     branches = sources.branches(hints[:num_feedable], stop_token_ids, max_drafted)
     chances = sources.chances(hints, local, num_feedable, max_drafted)
-    return HintPath(hints, num_feedable, local, chances, branches, max(max_fed, num_feedable))
+    # Behind drawn hints a prediction has no rows of its own, and whether it goes on there follows from them (I4).
+    is_predicted = (
+        local.source is not None
+        and local.source.kind is HintKind.PREDICTION
+        and not (sources.are_drawn and any(map(is_remote, hints)))
+    )
+    max_fed = max(max_fed, num_feedable)
+    return HintPath(hints, num_feedable, local, chances, branches, max_fed, is_predicted=is_predicted)
 
 
 def _open_path(

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from outrider.engine.chunk_cost import Chunk, ChunkCost
 from outrider.hints.acceptance import NUM_POSITIONS
+from outrider.hints.neighbour_rows import spare_neighbours
 from outrider.hints.objective_rows import UNLIMITED, StepBudget, allot_within, time_left_ms
+from outrider.hints.speculation import allot
 from outrider.hints.step_cost import StepCost, StepLine
 from outrider.objective import by_due
 from target_worker.hints.hint_path import HintPath
@@ -57,7 +59,7 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
             continue
         is_tight = 0.0 < each.token_ms < line.step_ms(len(decoding))  # a plain step takes longer than it pays for
         session.needs_hints = is_tight and _do_hints_help(session, limits, line, len(decoding))
-    counted_on = allot_within(gains, line, max(hint_budget, 0), budgets)
+    counted_on = _counted_on(paths, gains, line, max(hint_budget, 0), budgets)
     num_fed = room.limit_hints([path.num_fed(count) for path, count in zip(paths, counted_on, strict=True)])
     items = []
     for session, path, fed in zip(decoding, paths, num_fed, strict=True):
@@ -76,6 +78,21 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
         budget -= chunk.num_tokens
         budget_ms -= chunk_cost.ms(chunk)
     return Step(items)
+
+
+def _counted_on(
+    paths: Sequence[HintPath], gains: Sequence[list[float]], line: StepLine, budget: int, budgets: Sequence[StepBudget]
+) -> list[int]:
+    """Hints per session that the step counts on. What a prediction or an objective costs other sessions is bounded."""
+    counts = allot_within(gains, line, budget, budgets)
+    floors: list[int | None] = [0 if path.is_predicted else None for path in paths]
+    if any(each is not UNLIMITED for each in budgets):
+        # An objective may keep the rows that its session would have without it.
+        usual = allot(gains, line, budget)
+        for index, each in enumerate(budgets):
+            if each is not UNLIMITED:
+                floors[index] = 0 if paths[index].is_predicted else usual[index]
+    return spare_neighbours(counts, gains, line, floors)
 
 
 def learn_cost(cost: StepCost, step: Step, num_context: int, step_ms: float) -> float:

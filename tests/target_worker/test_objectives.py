@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,12 @@ from outrider.hints.hint_intake import IntakePolicy
 from outrider.hints.hint_tree import Hint
 from outrider.hints.hint_wait import Expecting, HintWait
 from outrider.hints.neighbour_rows import NEIGHBOURS_FACTOR
-from outrider.hints.objective_rows import UNLIMITED, StepBudget
+from outrider.hints.objective_rows import UNLIMITED, StepBudget, allot_within
 from outrider.hints.speculation import HintTiming, allot
 from outrider.hints.step_cost import StepLine
 from outrider.objective import PATIENCE_S, Objective
 from protos.outrider.v1 import common_pb2, target_pb2
+from target_worker.hints.hint_path import HintPath
 from target_worker.hints.prediction import PredictionHints
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import HintsArrived, SessionEnded, Step, SubscribeDraft, TokensCommitted
@@ -202,20 +204,22 @@ class TestRows:
         assert {each.needs_hints for each in serving.scheduler._slots.running.values()} == {is_right}
 
     def test_for_an_objective_cost_others_a_bounded_time(self) -> None:
-        """Just in reach, it took others 1.47 to 1.92 times plain decoding's time per token."""
-        for share in (0.3, 0.5, 0.7):
-            serving = Serving()
-            serving.ask("hurried", aim=aim(share * PLAIN_MS), is_right=True, num_tokens=200)
-            for number in range(NUM_STREAMS - 1):
-                serving.ask(f"other {number}", num_tokens=80)
-            serving.run()
-            assert max(serving.tpot_ms("other")) <= 1.01 * NEIGHBOURS_FACTOR * PLAIN_MS
-            assert serving.tpot_ms("hurried")[0] < PLAIN_MS
+        """Just in reach, its rows made seven others take 1.46 to 1.57 times plain decoding's time per token."""
+        line, gains = StepLine(10.0, 0.55), [list(itertools.accumulate([0.9] * 32, operator.mul)), *[[]] * 7]
+        paths = [HintPath([], 0, chances=own) for own in gains]
+        usual = step_composition._counted_on(paths, gains, line, 500, [UNLIMITED] * 8)
+        most_ms = line.step_ms(8 + sum(usual)) + (NEIGHBOURS_FACTOR - 1.0) * line.step_ms(8)
+        for tpot_ms in (2.785, 2.81, 2.83):  # 2.78 is the best that any number of rows gives it
+            budgets = [StepBudget(0.0, tpot_ms), *[UNLIMITED] * 7]
+            assert sum(allot_within(gains, line, 500, budgets)) > sum(usual)
+            counts = step_composition._counted_on(paths, gains, line, 500, budgets)
+            assert line.step_ms(8 + sum(counts)) <= most_ms
+            assert counts[0] > usual[0]
 
     def test_of_a_prediction_cost_others_a_bounded_time(self) -> None:
         serving = Serving()
         for number in range(NUM_STREAMS):
-            serving.ask(f"other {number}" if number else "predicted", num_tokens=80)
+            serving.ask(f"other {number}" if number else "predicted", num_tokens=30 if number else 800)
         session = serving.scheduler._sessions["predicted"]
         right = greedy_text(session.token_ids, session.max_len, frozenset())[0][session.num_prompt_tokens :]
         session.local = [PredictionHints(right, session.num_prompt_tokens)]

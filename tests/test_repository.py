@@ -130,6 +130,8 @@ MUST_BE_PURE = {
     "command_line/simulator/fleet.py",
     "command_line/simulator/models.py",
     "command_line/simulator/traffic.py",
+    "target_worker/hints/choices.py",
+    "target_worker/hints/neighbour_rows.py",
     "target_worker/scheduling/background_turns.py",
     "target_worker/scheduling/forecast.py",
     "target_worker/scheduling/batch_slots.py",

@@ -38,7 +38,8 @@ def _may_replace(local: LocalProposal, *, are_drawn: bool) -> bool:
 
 
 def drawn_chances(known: Sequence[float], record: Sequence[float]) -> list[float]:
-    """What a path promises that begins with hints of known acceptance probability, followed by drawn ones.
+    """Returns what a path promises that begins with hints of known acceptance probability, followed by drawn
+    ones.
 
     record: acceptance rate of the draft's hints by position, given that those before were accepted, for as many as a
     step may feed. The result is the same for one drawn hint and for many.

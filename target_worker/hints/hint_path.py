@@ -149,7 +149,8 @@ class HintSources:
         ]
 
     def chances(self, hints: Sequence[Hint], local: LocalProposal, num_feedable: int, max_fed: int) -> Sequence[float]:
-        """What a path promises to the choice of how many hints are fed (`HintPath.chances`). A forced token is certain.
+        """Returns what a path promises to the choice of how many hints are fed (`HintPath.chances`). A forced token is
+        certain.
 
         max_fed: most hints of a path that begins with the draft worker's.
         """

@@ -285,8 +285,7 @@ class Session:
         return self.accepts_hints and self.is_drafted
 
     def hint_limit(self, num_speculative_tokens: int) -> int:
-        """Most hints worth feeding now: the least of the request's limit, the worker's limit and the remaining
-        length."""
+        """Most hints worth feeding now, by the limits of the request and the worker and the remaining length."""
         if not self._has_hint_source() or (self.grammar is not None and not self.grammar.affords_hints):
             return 0
         asked = self.speculation.num_speculative_tokens or num_speculative_tokens

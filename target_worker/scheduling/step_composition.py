@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from outrider.engine.chunk_cost import Chunk, ChunkCost
 from outrider.hints.acceptance import NUM_POSITIONS
-from outrider.hints.neighbour_rows import spare_neighbours
+from target_worker.hints.neighbour_rows import spare_neighbours
 from outrider.hints.objective_rows import UNLIMITED, StepBudget, allot_within, time_left_ms
 from outrider.hints.speculation import allot
 from outrider.hints.step_cost import StepCost, StepLine

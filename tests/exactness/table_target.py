@@ -74,7 +74,7 @@ SKEWED_WEIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the sessions of one test have in common."""
+    """Describes what the sessions of one test have in common."""
 
     source: str  # of SOURCES, beside the draft worker
     feature: str = "none"  # or: stop-token, min-tokens, grammar, no-branches, objective
@@ -267,7 +267,7 @@ class Sessions:
                     setattr(source, name, MatchAcceptance([LOCAL_RATE] * 6))
 
     def hint(self, session_id: str, text: Sequence[int]) -> None:
-        """What the workers send for these committed tokens; each message is the start of a new tree."""
+        """Sends what the workers say after these committed tokens; each message is the start of a new tree."""
         if self.case.source == "memory":
             self.hint_from_memory(session_id, text)
         num_there = self.rng.randrange(self.max_tokens + 2)
@@ -275,7 +275,7 @@ class Sessions:
         self.scheduler.handle(HintsArrived(session_id, 1, len(text), hints, self.now), self.now)
 
     def hint_from_memory(self, session_id: str, text: Sequence[int]) -> None:
-        """What a memory worker sends for them."""
+        """Sends what a memory worker says after them."""
         chain = [Hint(i + 1, i or ROOT_ID, LOCAL_TOKENS[i % 2]) for i in range(self.max_tokens)]
         told = (session_id, 1, len(text), chain, self.now)
         self.scheduler.handle(HintsArrived(*told, is_memory=True, match_len=24), self.now)

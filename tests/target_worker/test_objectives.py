@@ -17,7 +17,7 @@ from outrider.hints.acceptance import BlockAcceptance
 from outrider.hints.hint_intake import IntakePolicy
 from outrider.hints.hint_tree import Hint
 from outrider.hints.hint_wait import Expecting, HintWait
-from outrider.hints.neighbour_rows import NEIGHBOURS_FACTOR
+from target_worker.hints.neighbour_rows import NEIGHBOURS_FACTOR
 from outrider.hints.objective_rows import UNLIMITED, StepBudget, allot_within
 from outrider.hints.speculation import HintTiming, allot
 from outrider.hints.step_cost import StepLine

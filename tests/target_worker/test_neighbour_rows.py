@@ -1,4 +1,4 @@
-"""What a prediction or an objective costs the other sessions of a step is bounded."""
+"""Rows of a prediction or an objective: what they cost the other sessions of a step is bounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import operator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.hints.neighbour_rows import NEIGHBOURS_FACTOR, spare_neighbours
+from target_worker.hints.neighbour_rows import NEIGHBOURS_FACTOR, spare_neighbours
 from outrider.hints.speculation import allot
 from outrider.hints.step_cost import StepLine
 

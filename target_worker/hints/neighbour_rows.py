@@ -2,7 +2,7 @@
 
 Rows are shared out for the sum of tokens, and an objective takes those that it needs. So one session whose client
 predicts its output, or wants it fast, could make a step twice as long for sessions that get one token from it. Here its
-rows are taken back until they cost the others a tenth of a plain step, or until no step is much longer than what plain
+rows are taken back until they cost the others 10 % of a plain step, or until no step is much longer than what plain
 decoding would take for the tokens that the others expect from it.
 """
 

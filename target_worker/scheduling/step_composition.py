@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from outrider.engine.chunk_cost import Chunk, ChunkCost
 from outrider.hints.acceptance import NUM_POSITIONS
-from target_worker.hints.neighbour_rows import spare_neighbours
 from outrider.hints.objective_rows import UNLIMITED, StepBudget, allot_within, time_left_ms
 from outrider.hints.speculation import allot
 from outrider.hints.step_cost import StepCost, StepLine
 from outrider.objective import by_due
 from target_worker.hints.hint_path import HintPath
+from target_worker.hints.neighbour_rows import spare_neighbours
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Step, StepItem
 from target_worker.objectives import Progress, best_token_ms, step_budget

@@ -67,8 +67,8 @@ Choice = tuple[object, ...]
 
 
 def choices_of(case: Case, luck: int, values: Sequence[int], place: int) -> tuple[list[Choice], list[Choice]]:
-    """Returns what a step chooses where a draft drew `values`: at each position of that sequence up to `place` whose hint
-    is verified there, and everything about its neighbours, whose own hints follow from `luck`."""
+    """Returns what a step chooses where a draft drew `values`: whose hint is verified at each position of that sequence
+    up to `place`, and everything about its neighbours, whose own hints follow from `luck`."""
     sessions = Sessions(case, luck, at_once=1 + NUM_NEIGHBOURS, max_tokens=CHAIN_LEN + 2)
     # At times rows do not pay, and at times they just do.
     sessions.scheduler.cost.token_ms = random.Random(luck).uniform(0.4, 60.0)  # type: ignore[attr-defined]

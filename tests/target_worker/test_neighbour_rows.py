@@ -8,9 +8,9 @@ import operator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from target_worker.hints.neighbour_rows import NEIGHBOURS_FACTOR, spare_neighbours
 from outrider.hints.speculation import allot
 from outrider.hints.step_cost import StepLine
+from target_worker.hints.neighbour_rows import NEIGHBOURS_FACTOR, spare_neighbours
 
 LINE = StepLine(10.0, 0.55)
 RIGHT = list(itertools.accumulate([0.97] * 32, operator.mul))

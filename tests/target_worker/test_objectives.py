@@ -17,13 +17,13 @@ from outrider.hints.acceptance import BlockAcceptance
 from outrider.hints.hint_intake import IntakePolicy
 from outrider.hints.hint_tree import Hint
 from outrider.hints.hint_wait import Expecting, HintWait
-from target_worker.hints.neighbour_rows import NEIGHBOURS_FACTOR
 from outrider.hints.objective_rows import UNLIMITED, StepBudget, allot_within
 from outrider.hints.speculation import HintTiming, allot
 from outrider.hints.step_cost import StepLine
 from outrider.objective import PATIENCE_S, Objective
 from protos.outrider.v1 import common_pb2, target_pb2
 from target_worker.hints.hint_path import HintPath
+from target_worker.hints.neighbour_rows import NEIGHBOURS_FACTOR
 from target_worker.hints.prediction import PredictionHints
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import HintsArrived, SessionEnded, Step, SubscribeDraft, TokensCommitted

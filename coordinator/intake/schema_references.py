@@ -1,0 +1,50 @@
+"""Follows references within a JSON schema. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import unquote
+
+_STEPS_MAX: Final = 64
+
+
+def resolved(schema: Any, root: Any) -> Any | None:
+    """Returns the schema that a schema's references lead to, itself if it has none.
+
+    None if one leads nowhere, to another document, or in a circle.
+    """
+    for _ in range(_STEPS_MAX):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            return schema
+        schema = _target(schema["$ref"], root)
+    return None
+
+
+def _target(reference: Any, root: Any) -> Any | None:
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    pointer = unquote(reference[1:])
+    if pointer and not pointer.startswith("/"):
+        return next((node for node in _objects(root) if node.get("$anchor") == pointer), None)
+    node = root
+    for part in pointer.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, Mapping) and key in node:
+            node = node[key]
+        elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
+            node = node[int(key)]
+        else:
+            return None
+    return node if isinstance(node, Mapping | bool) else None
+
+
+def _objects(schema: Any) -> Iterator[Mapping[str, Any]]:
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, Mapping):
+            yield node
+            pending += node.values()
+        elif isinstance(node, list):
+            pending += node

@@ -94,7 +94,8 @@ SERVERS: Final[dict[str, dict[str, Any]]] = {
     ),
     "upsert": _record(
         table={"type": "string"},
-        row={"type": "object", "propertyNames": {"maxLength": 63}, "additionalProperties": {"type": ["string", "null"]}},
+        row={"type": "object", "propertyNames": {"maxLength": 63}, "additionalProperties": {"type": ["string", "null"]},
+             "title": "a row"},
     ),
     "create_index": _record(
         columns={"type": "array", "contains": {"const": "id"}, "minContains": 1, "items": {"type": "string"}},
@@ -122,7 +123,10 @@ SERVERS: Final[dict[str, dict[str, Any]]] = {
         encoding={"type": "string", "contentEncoding": "base64", "format": "byte"},
         color={"type": "string", "pattern": r"^(#[0-9a-f]{6}|(red|blue)\2?)$"},
     ),
-    "evaluate": _record(script={"type": "string"}, args={"type": "array", "items": [{"type": "string"}, {}]}),
+    "evaluate": {
+        "$schema": DRAFT_7,
+        **_record(script={"type": "string"}, args={"type": "array", "items": [{"type": "string"}, {}]}),
+    },
     # Web pages.
     "fetch": _record(
         ["url"], url={"type": "string", "format": "uri-reference", "minLength": 1},
@@ -147,10 +151,11 @@ SERVERS: Final[dict[str, dict[str, Any]]] = {
     },
     # Time.
     "convert_time": _record(
-        zone={"type": "string", "format": "timezone"}, time={"type": "string", "pattern": r"^(?:[01]\d|2[0-3]):[0-5]\d$"}
+        zone={"type": "string", "format": "timezone"},
+        time={"type": "string", "pattern": r"^(?:[01]\d|2[0-3]):[0-5]\d$"},
     ),
     "remind": _record(
-        at={"oneOf": [_WHEN, {"type": "string", "format": "duration"}]}, every={"type": "string", "format": "cron"}
+        at={"oneOf": [_WHEN, {"type": "string", "maxLength": 4}]}, every={"type": "string", "format": "cron"}
     ),
     # What else occurs.
     "nothing": {"type": "object", "properties": {}},

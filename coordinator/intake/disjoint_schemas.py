@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from coordinator.intake.schema_references import resolved
+from coordinator.intake.schema_references import References
 
 _OPTIONS_MAX: Final = 64
 """Most schemas that are compared, each with each."""
@@ -15,18 +15,18 @@ _DEPTH_MAX: Final = 1
 """Levels of properties that are compared: a tag is one of the first."""
 
 
-def exclude_each_other(schemas: Sequence[Any], root: Any) -> bool:
+def exclude_each_other(schemas: Sequence[Any], references: References) -> bool:
     """Whether no value is valid under two of the schemas, as far as types, constants and required properties show it.
 
-    False where that is not certain. `root` is the schema that their references begin at.
+    False where that is not certain. `references` are those of the schema that they are in.
     """
     if len(schemas) > _OPTIONS_MAX:
         return False
-    return all(_are_disjoint(one, other, root, 0) for one, other in itertools.combinations(schemas, 2))
+    return all(_are_disjoint(one, other, references, 0) for one, other in itertools.combinations(schemas, 2))
 
 
-def _are_disjoint(one: Any, other: Any, root: Any, depth: int) -> bool:
-    first, second = resolved(one, root), resolved(other, root)
+def _are_disjoint(one: Any, other: Any, references: References, depth: int) -> bool:
+    first, second = references.resolved(one), references.resolved(other)
     if first is False or second is False:
         return True
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
@@ -43,7 +43,7 @@ def _are_disjoint(one: Any, other: Any, root: Any, depth: int) -> bool:
         return True
     known, other_known = _properties(first), _properties(second)
     return any(
-        _are_disjoint(known[name], other_known[name], root, depth + 1)
+        _are_disjoint(known[name], other_known[name], references, depth + 1)
         for name in _required(first) & _required(second) & known.keys() & other_known.keys()
     )
 

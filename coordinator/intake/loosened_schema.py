@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from coordinator.intake.disjoint_schemas import exclude_each_other
 from coordinator.intake.loosened_pattern import loosened_pattern
-from coordinator.intake.schema_references import resolved
+from coordinator.intake.schema_references import References
 
 NOT_HELD: Final[Mapping[str, str]] = MappingProxyType({
     "$dynamicRef": "always", "$recursiveRef": "always", "contains": "always", "minContains": "always",
@@ -23,8 +23,8 @@ NOT_HELD: Final[Mapping[str, str]] = MappingProxyType({
     "$ref": "to another document, to nothing, or to itself",
     "$schema": "of a dialect that is not JSON Schema's own",
     "format": "other than those below",
-    "maxProperties": "beside optional `properties`",
-    "minProperties": "beside optional `properties`",
+    "maxProperties": "beside optional properties",
+    "minProperties": "beside optional properties",
     "multipleOf": "whose common multiple is above 20,000",
     "oneOf": "unless two of its schemas certainly exclude each other",
     "pattern": "with look-around, word boundaries or references to groups",
@@ -94,7 +94,7 @@ def _typed(schema: Any) -> dict[str, Any]:
 
 class _Writer:
     def __init__(self, root: Any, without: frozenset[str]) -> None:
-        self._root = root
+        self._references = References(root)
         self._without = without
         self.dropped: list[str] = []
 
@@ -114,12 +114,13 @@ class _Writer:
 
     def drop_broken_references(self, made: Any) -> None:
         """Drops, in place, references that lead nowhere, or in a circle without a value in between."""
+        references = References(made)
         pending: list[tuple[Any, tuple[str, ...]]] = [(made, ())]
         while pending:
             node, place = pending.pop()
             if not isinstance(node, dict):
                 continue
-            if "$ref" in node and resolved(node, made) is None:
+            if "$ref" in node and references.resolved(node) is None:
                 del node["$ref"]
                 self._drop(*place, "$ref")
             pending += [(value, (*place, *names)) for names, value in _subschemas(node)]
@@ -160,7 +161,7 @@ class _Writer:
 
     def _with_names(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """Writes `propertyNames` of a map by patterns or names of properties, which a grammar holds."""
-        names = resolved(schema.get("propertyNames"), self._root)
+        names = self._references.resolved(schema.get("propertyNames"))
         others = schema.keys() & {"properties", "patternProperties", "unevaluatedProperties"}
         if not isinstance(names, Mapping) or others or names.keys() - _OF_NAMES or names.get("type") not in _NAME_TYPES:
             return schema
@@ -175,7 +176,7 @@ class _Writer:
         return schema
 
     def _keep_one_of(self, made: dict[str, Any], options: list[Any], here: tuple[str, ...]) -> None:
-        if not exclude_each_other(options, self._root):
+        if not exclude_each_other(options, self._references):
             self._drop(*here)
         loose = [self.loosen(each, (*here, str(index))) for index, each in enumerate(options)]
         made["allOf"] = [*made.get("allOf", ()), {"anyOf": _possible(loose)}]

@@ -3,40 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, Final
 from urllib.parse import unquote
 
-_STEPS_MAX: Final = 64
+_STEPS_MAX: Final = 16
 
 
-def resolved(schema: Any, root: Any) -> Any | None:
-    """Returns the schema that a schema's references lead to, itself if it has none.
+class References:
+    """The references within one schema."""
 
-    None if one leads nowhere, to another document, or in a circle.
-    """
-    for _ in range(_STEPS_MAX):
-        if not isinstance(schema, Mapping) or "$ref" not in schema:
-            return schema
-        schema = _target(schema["$ref"], root)
-    return None
+    def __init__(self, root: Any) -> None:
+        self._root = root
 
+    def resolved(self, schema: Any) -> Any | None:
+        """Returns the schema that a schema's references lead to, itself if it has none.
 
-def _target(reference: Any, root: Any) -> Any | None:
-    if not isinstance(reference, str) or not reference.startswith("#"):
+        None if one leads nowhere, to another document, or in a circle.
+        """
+        for _ in range(_STEPS_MAX):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema
+            schema = self._target(schema["$ref"])
         return None
-    pointer = unquote(reference[1:])
-    if pointer and not pointer.startswith("/"):
-        return next((node for node in _objects(root) if node.get("$anchor") == pointer), None)
-    node = root
-    for part in pointer.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, Mapping) and key in node:
-            node = node[key]
-        elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
-            node = node[int(key)]
-        else:
+
+    def _target(self, reference: Any) -> Any | None:
+        if not isinstance(reference, str) or not reference.startswith("#"):
             return None
-    return node if isinstance(node, Mapping | bool) else None
+        pointer = unquote(reference[1:])
+        if pointer and not pointer.startswith("/"):
+            return self._anchored.get(pointer)
+        node = self._root
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(node, Mapping) and key in node:
+                node = node[key]
+            elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
+                node = node[int(key)]
+            else:
+                return None
+        return node if isinstance(node, Mapping | bool) else None
+
+    @cached_property
+    def _anchored(self) -> dict[str, Mapping[str, Any]]:
+        """The schemas with an `$anchor`, by it."""
+        nodes = ((node.get("$anchor"), node) for node in _objects(self._root))
+        return {anchor: node for anchor, node in nodes if isinstance(anchor, str)}
 
 
 def _objects(schema: Any) -> Iterator[Mapping[str, Any]]:

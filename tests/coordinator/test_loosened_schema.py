@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from coordinator.intake.closed_schema import closed
 from coordinator.intake.disjoint_schemas import exclude_each_other
 from coordinator.intake.loosened_pattern import loosened_pattern
 from coordinator.intake.loosened_schema import FORMATS, NOT_HELD, RISKY, loosened, outline
+from coordinator.intake.schema_references import References
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from tests import grammars
@@ -55,7 +58,7 @@ HELD = (
 
 
 def refusal(schema: Any) -> str:
-    """What the grammar's compiler says against a schema; empty if it holds it."""
+    """Returns the reason for which the compiler of grammars refuses a schema; empty if it does not."""
     try:
         grammars.check(COMPILER, GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     except InvalidRequest as error:
@@ -102,9 +105,7 @@ def test_every_keyword_of_json_schema_is_held_or_in_the_list() -> None:
 
 
 def _metaschemas() -> dict[str, Any]:
-    import jsonschema_specifications
-
-    return {uri: jsonschema_specifications.REGISTRY.contents(uri) for uri in jsonschema_specifications.REGISTRY}
+    return {uri: REGISTRY.contents(uri) for uri in REGISTRY}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -252,4 +253,20 @@ _B: Any = {"type": "object", "properties": {"kind": {"const": "b"}}, "required":
     ],
 )
 def test_schemas_exclude_each_other_where_that_is_certain(schemas: list[Any], expected: bool) -> None:
-    assert exclude_each_other(schemas, _SHAPES) is expected
+    assert exclude_each_other(schemas, References(_SHAPES)) is expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"$ref": "#nowhere"}] * 8000},
+        {"$defs": {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(5000)}},
+        {"oneOf": [{"const": index} for index in range(9000)]},
+        *({"pattern": unit * (200_000 // len(unit))} for unit in ("[", "(?=a", "(?=a)", "(?", "(?a", "\\", "{", "[\\")),
+    ],
+    ids=lambda schema: next(iter(schema)) + str(next(iter(schema.values())))[:8],
+)  # fmt: skip
+def test_the_effort_grows_with_the_length_of_a_schema(schema: Any) -> None:
+    began = time.process_time()
+    loosened(schema)
+    assert time.process_time() - began < 4.0  # what is not meant takes minutes

@@ -43,7 +43,7 @@ SPECS: Final = {
     "any value in Lark": GrammarSpec(GrammarKind.LARK, "start: %json true"),
     "Lark in Lark": GrammarSpec(GrammarKind.LARK, "start: %lark {\nstart: %json true\n}"),
 }
-FUNCTIONS: Final = (("weather", LISTS), ("now", None), ("anything", {}))
+FUNCTIONS: Final[tuple[tuple[str, Any], ...]] = (("weather", LISTS), ("now", None), ("anything", {}))
 
 
 @functools.cache

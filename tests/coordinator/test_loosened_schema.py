@@ -214,8 +214,8 @@ def test_any_schema_permits_after_loosening_what_it_permitted(effort: int) -> No
                 num_valid += 1
                 assert all(is_valid(value, each) for each in looser), (value, looser)
 
-    try_out(check, effort, 80, schema=SCHEMAS, seed=st.integers(0, 1000))
-    assert num_valid > 100
+    try_out(check, effort, 40, schema=SCHEMAS, seed=st.integers(0, 1000))
+    assert num_valid > 50
 
 
 @pytest.mark.parametrize(

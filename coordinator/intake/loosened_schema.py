@@ -26,7 +26,7 @@ NOT_HELD: Final[Mapping[str, str]] = MappingProxyType({
     "maxProperties": "beside optional properties",
     "minProperties": "beside optional properties",
     "multipleOf": "whose common multiple is above 20,000",
-    "oneOf": "unless two of its schemas certainly exclude each other",
+    "oneOf": "unless its schemas certainly exclude each other",
     "pattern": "with look-around, word boundaries or references to groups",
     "patternProperties": "with such a pattern, or with two that one name may match",
     "type": "other than JSON's seven",

@@ -119,7 +119,7 @@ class GrammarSpec:
 
     kind: GrammarKind
     text: str
-    any_whitespace: bool = False  # JSON only: any whitespace, not just ", " and ": "
+    any_whitespace: bool = False  # JSON only: whitespace in bounded runs, not just ", " and ": "
 
     def __post_init__(self) -> None:
         if len(self.text.encode()) > MAX_GRAMMAR_BYTES:

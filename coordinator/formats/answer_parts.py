@@ -24,6 +24,7 @@ class ToolUse:
     functions: tuple[tuple[str, Mapping[str, Any] | None], ...]  # (name, parameters), at least one
     mode: ToolMode
     is_parallel: bool  # whether an answer may have several calls
+    strict: frozenset[str] = frozenset()  # names of those whose schema must be followed as a whole
 
     @property
     def names(self) -> tuple[str, ...]:

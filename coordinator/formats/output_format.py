@@ -7,11 +7,11 @@ is a class of its own with the three methods of `OutputFormat`, as gpt-oss's is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from coordinator.formats import harmony
-from coordinator.formats.answer_parts import AnswerParser, AnswerRules, ReasoningStart
+from coordinator.formats.answer_parts import AnswerParser, AnswerRules, ReasoningStart, ToolUse
 from coordinator.formats.call_grammar import answer_grammar
 from coordinator.formats.call_parser import CallParser
 from coordinator.formats.call_syntax import CALL_SYNTAXES, CallSyntax, recognize_calls
@@ -116,6 +116,10 @@ class AnswerPlan:
 
     form: OutputFormat
     rules: AnswerRules
+
+    def with_tools(self, tools: ToolUse) -> AnswerPlan:
+        """Returns the plan of answers that may call other functions."""
+        return replace(self, rules=replace(self.rules, tools=tools))
 
     def grammar(self, added_token_ids: Mapping[str, int]) -> GrammarSpec | None:
         """Builds the grammar of an answer; None if any text is permitted."""

@@ -124,6 +124,7 @@ class GenerationSpec:
     prompt_text: str | None = None  # shown before the output
     shows_special_tokens: bool = False
     plan: AnswerPlan | None = None  # how its answer is parsed; None: all of it is content
+    loosened: tuple[str, ...] = ()  # what the grammar does not hold of tools' schemas, by names and places
     span: Span = NO_SPAN  # the request's trace span
     assignment: Assignment | None = None  # its arm of a canary
     drafts: DraftChoice = ANY_DRAFT

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
-from coordinator.formats.answer_parts import AnswerRules
+from coordinator.formats.answer_parts import AnswerRules, ToolUse
 from coordinator.formats.output_format import PROMPT_END_TOKENS, AnswerPlan
 from coordinator.intake.closed_schema import closed_grammar
 from coordinator.intake.generation_request import (
@@ -25,6 +25,7 @@ from coordinator.intake.generation_request import (
     identified,
     truncated,
 )
+from coordinator.intake.held_tools import held_tools
 from coordinator.intake.worker_threads import WorkerThreads
 from coordinator.models.served_model import ServedModel
 from coordinator.settings import CoordinatorSettings
@@ -66,7 +67,7 @@ class RequestPreparation:
         max_tokens = fit_to_context(request, prompt_token_ids, max_model_len=max_model_len, vocab_size=vocab_size)
         request = await self._with_closed_schema(request)
         plan = _plan(request, served, prompt_token_ids)
-        grammar = await self._checked_grammar(request, served, plan, vocab_size)
+        grammar, plan, loosened = await self._checked_grammar(request, served, plan, vocab_size)
         sampling = effective_sampling(
             dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, grammar=grammar)),
             max_tokens,
@@ -92,6 +93,7 @@ class RequestPreparation:
             prompt_text=await self._echoed(request, served.tokenizer, prompt_token_ids),
             shows_special_tokens=not request.skip_special_tokens or _has_special_marks(plan, served.tokenizer),
             plan=plan,
+            loosened=loosened,
         )
         check_prompt_logprobs(spec)
         return identified(spec)
@@ -104,21 +106,45 @@ class RequestPreparation:
 
     async def _checked_grammar(
         self, request: GenerationInput, served: ServedModel, plan: AnswerPlan | None, vocab_size: int
-    ) -> GrammarSpec | None:
-        """Returns the grammar of the whole answer. Raises InvalidRequest naming the parameter that does not compile."""
+    ) -> tuple[GrammarSpec | None, AnswerPlan | None, tuple[str, ...]]:
+        """Returns the grammar of the whole answer, how that is parsed, and what tools' schemas have lost.
+
+        Raises InvalidRequest naming the parameter that does not compile.
+        """
         structure = request.sampling.grammar
         if structure is not None:
             compiler = await self._compiler(served, vocab_size)
             await _check_grammar(compiler, structure, request.grammar_parameter, request.tenant)
         if plan is None:
-            return structure
-        parameter = request.grammar_parameter if request.tools is None else "tools"
-        with _grammar_errors_name(parameter):
+            return structure, None, ()
+        if request.tools is not None:
+            plan, loosened = await self._with_held_tools(request.tools, request.tenant, served, plan, vocab_size)
+            return plan.grammar(served.tokenizer.added_token_ids), plan, loosened
+        with _grammar_errors_name(request.grammar_parameter):
             grammar = plan.grammar(served.tokenizer.added_token_ids)
         if grammar is not None and grammar != structure:
             compiler = await self._compiler(served, vocab_size)
-            await _check_grammar(compiler, grammar, parameter, request.tenant)
-        return grammar
+            await _check_grammar(compiler, grammar, request.grammar_parameter, request.tenant)
+        return grammar, plan, ()
+
+    async def _with_held_tools(
+        self, use: ToolUse, tenant: str, served: ServedModel, plan: AnswerPlan, vocab_size: int
+    ) -> tuple[AnswerPlan, tuple[str, ...]]:
+        """Returns the plan with schemas of tools that the grammar holds, and what these have lost."""
+        compiler = await self._compiler(served, vocab_size)
+
+        async def refusal(use: ToolUse) -> InvalidRequest | None:
+            try:
+                with _grammar_errors_name("tools"):
+                    grammar = plan.with_tools(use).grammar(served.tokenizer.added_token_ids)
+                if grammar is not None:
+                    await _check_grammar(compiler, grammar, "tools", tenant)
+            except InvalidRequest as error:
+                return error
+            return None
+
+        held, loosened = await held_tools(use, refusal, self._threads.run)
+        return plan.with_tools(held), loosened
 
     async def _with_closed_schema(self, request: GenerationInput) -> GenerationInput:
         """Returns the request with objects of its JSON schema closed."""

@@ -24,6 +24,13 @@ MAX_COMMON_MULTIPLE: Final = 20_000  # 0.1 s; the effort is proportional
 MAX_PROPERTIES: Final = 2000  # 0.1 s where all are required; hardly more than 500 of one object may be optional
 MAX_CHARACTER_CLASSES: Final = 4096  # \w and the like: 0.1 s and 40 MB, for each stands for hundreds of ranges
 MAX_EMBEDDED_SCHEMAS: Final = 1024  # 0.1 s: for each unreadable one Python counts the lines before it
+MAX_LINE_FEEDS: Final = 2
+MAX_INDENTATION: Final = 128  # blanks or tabs behind a line feed: 32 levels of 4, 64 of 2
+MAX_BLANKS: Final = 8  # on one line
+WHITESPACE: Final = (
+    rf"[ \t]{{1,{MAX_BLANKS}}}|[ \t]{{0,{MAX_BLANKS}}}(\r?\n){{1,{MAX_LINE_FEEDS}}}[ \t]{{0,{MAX_INDENTATION}}}"
+)
+"""White space between two parts of JSON, where it is free: a model that likes line feeds would never end otherwise."""
 
 # Literals of llguidance's Lark, whose strings are JSON's: comments, strings, regular expressions, special tokens. An
 # unclosed one ends where nothing more could belong to it, so that reading takes time in proportion to the text.
@@ -80,11 +87,9 @@ def checked_text(spec: GrammarSpec, *, tells_whitespace: bool = False) -> str:
 
 
 def _whitespace(spec: GrammarSpec) -> Any:
-    return {
-        "whitespace_flexible": spec.any_whitespace,
-        "item_separator": "," if spec.any_whitespace else ", ",
-        "key_separator": ":" if spec.any_whitespace else ": ",
-    }
+    if not spec.any_whitespace:
+        return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return {"whitespace_pattern": WHITESPACE, "item_separator": ",", "key_separator": ":"}
 
 
 def _checked_lark(spec: GrammarSpec) -> str:
@@ -105,6 +110,7 @@ def _checked_lark(spec: GrammarSpec) -> str:
             schema, schema_end = json.JSONDecoder().raw_decode(text, match.end())
             num_properties += _check_schema(schema)
             _check_num_properties(num_properties)  # of all of them together
+            schema = {} if schema is True else schema  # which has no place for options
             if isinstance(schema, dict):
                 calendar.replace_formats(schema)
                 told = json.dumps({**schema, "x-guidance": _whitespace(spec)})

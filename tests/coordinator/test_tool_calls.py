@@ -203,7 +203,7 @@ class TestConversations:
         assert ("<[30" in target.requests[0].sampling.grammar.lark) == has_marks
 
     async def test_a_schema_that_makes_no_sense_is_refused_as_tools(self, clusters: ClusterFactory) -> None:
-        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "sonnet"}}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "sonnet"}, "strict": True}}
         async with clusters.open([clusters.target()]) as cluster:
             response = await cluster.client.post(
                 "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "tools": [tool]}

@@ -10,6 +10,7 @@ import pytest
 from outrider.engines.announcements import SWITCH
 from outrider.engines.vllm.sessions import SessionArgs
 from outrider.errors import ConfigurationError, InvalidRequest
+from outrider.grammar.source import WHITESPACE
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams, SpeculationSettings
 from target_worker.messages import StartSession
 from target_worker.vllm.options import VllmOptions, setting_given, split_words
@@ -101,6 +102,8 @@ def test_grammars_are_llguidances_with_our_whitespace_and_bounds() -> None:
         "type": "object",
         "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     }
+    free = told(grammar=grammar(GrammarKind.JSON_SCHEMA, "{}", any_whitespace=True))["structured_outputs"]
+    assert json.loads(free["json"])["x-guidance"]["whitespace_pattern"] == WHITESPACE
     assert told(grammar=grammar(GrammarKind.REGEX, "a+"))["structured_outputs"] == {"regex": "a+"}
     lark = told(grammar=grammar(GrammarKind.LARK, 'start: "a"'))["structured_outputs"]["grammar"]
     assert lark == '%llguidance {}\nstart: "a"', "vLLM knows by the directive that it is Lark"

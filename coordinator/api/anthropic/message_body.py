@@ -14,6 +14,7 @@ from coordinator.api.schema.chat_messages import ChatMessage
 from coordinator.api.schema.openai_schema import ChatBody
 from coordinator.api.schema.structured_output import JsonSchemaFormat, ResponseFormat
 from coordinator.api.schema.tool_schema import (
+    STRICT,
     TOOLS_MAX,
     Function,
     FunctionName,
@@ -38,7 +39,7 @@ _StopSequence = Annotated[str, described(minLength=1, maxLength=STOP_STRING_CHAR
 
 
 class MessageTool(LenientBody):
-    """A tool that the client runs. Calls always follow the JSON schema `input_schema`, whatever `strict` is."""
+    """A tool that the client runs. Calls follow the JSON schema `input_schema`, as far as a grammar holds it."""
 
     type: Annotated[str, described(enum=["custom", None])] | None = Field(
         default=None, description="only `custom`: tools that run on a server, or that the model knows, are refused"
@@ -46,13 +47,20 @@ class MessageTool(LenientBody):
     name: FunctionName = Field(description="the name by which the model calls it")
     description: str | None = Field(default=None, description="for the model: what the tool does")
     input_schema: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments")
-    strict: bool | None = Field(default=None, description="accepted and not used")
+    strict: bool | None = Field(default=None, description=STRICT)
 
     def to_tool(self, where: str) -> Tool:
         """Converts the tool to a chat's. Raises InvalidRequest for any but the client's own."""
         if self.type not in (None, "custom"):
             raise InvalidRequest(f"{where}.type", f"{where} is of type {self.type!r}; only custom tools are served")
-        return Tool(function=Function(name=self.name, description=self.description, parameters=self.input_schema))
+        return Tool(
+            function=Function(
+                name=self.name,
+                description=self.description,
+                parameters=self.input_schema,
+                strict=self.strict or None,
+            )
+        )
 
 
 class MessageToolChoice(LenientBody):

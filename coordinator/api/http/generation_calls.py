@@ -116,7 +116,7 @@ class GenerationCalls:
         if recollection is not None:
             spec, resumption = service.streams.resume(spec, claim, recollection)
         writer = asked.new_writer([spec], asked.before is not None and service.responses.is_open)
-        headers = ignored_header(asked.ignored_by(spec.served.tokenizer))
+        headers = ignored_header([*asked.ignored_by(spec.served.tokenizer), *spec.loosened])
         if not asked.is_streaming:
             return await self._whole(request, asked, service.generate(spec, arrival_s), writer, headers)
         shows_ids = asked.has_event_ids or resumption is not None

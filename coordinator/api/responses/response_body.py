@@ -15,6 +15,7 @@ from coordinator.api.schema.generation_fields import Logprobs
 from coordinator.api.schema.openai_schema import ChatBody
 from coordinator.api.schema.structured_output import JsonSchemaFormat, ResponseFormat
 from coordinator.api.schema.tool_schema import (
+    STRICT,
     TOOLS_MAX,
     Function,
     FunctionName,
@@ -40,13 +41,13 @@ _INCLUDABLE: Final = (
 
 
 class FunctionTool(LenientBody):
-    """A callable function. Calls always follow the JSON schema `parameters`, whatever `strict` is."""
+    """A callable function. Calls follow the JSON schema `parameters`, as far as a grammar holds it."""
 
     type: Annotated[str, described(enum=["function"])] = Field(description="only functions can be called")
     name: FunctionName | None = Field(default=None, description="the name by which the model calls it")
     description: str | None = Field(default=None, description="for the model: what the function does")
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments")
-    strict: bool | None = Field(default=None, description="accepted and not used")
+    strict: bool | None = Field(default=None, description=STRICT)
 
     def to_tool(self, where: str) -> Tool:
         """Converts the tool to a chat's. Raises InvalidRequest for any that runs on a server."""
@@ -56,7 +57,14 @@ class FunctionTool(LenientBody):
             )
         if self.name is None:
             raise InvalidRequest(f"{where}.name", f"{where}.name is required")
-        return Tool(function=Function(name=self.name, description=self.description, parameters=self.parameters))
+        return Tool(
+            function=Function(
+                name=self.name,
+                description=self.description,
+                parameters=self.parameters,
+                strict=self.strict or None,
+            )
+        )
 
 
 class ChosenTool(LenientBody):

@@ -1,7 +1,8 @@
 """Output formats that a client may request, converted to grammars. Pure.
 
 The parameters are OpenAI's `response_format` and vLLM's `structured_outputs`. JSON is generated with ", " and ": " and
-no other white space unless `disable_any_whitespace` is false, because some models generate white space without end.
+no other white space unless `disable_any_whitespace` is false. Then each run of it is bounded, because some models would
+generate white space without end.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class StructuredOutputs(Body):
     )
     grammar: str | None = Field(default=None, description="a grammar in Lark, in llguidance's variant, or in GBNF")
     json_object: Literal[True] | None = Field(default=None, description="the output is any JSON object")
-    disable_any_whitespace: bool = Field(default=True, description="false: JSON may contain any white space")
+    disable_any_whitespace: bool = Field(
+        default=True,
+        description="false: JSON may contain other white space than behind commas and colons, in bounded runs",
+    )
 
     def to_grammar(self) -> GrammarSpec:
         """Returns the grammar. Raises InvalidRequest unless exactly one kind is set and valid."""

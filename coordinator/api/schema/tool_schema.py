@@ -17,17 +17,18 @@ from outrider.errors import InvalidRequest
 from outrider.sampling_params import check_count
 
 TOOLS_MAX: Final = 128
+STRICT: Final = "true: a schema that a grammar does not hold as a whole is refused; else it is loosened"
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class Function(LenientBody):
-    """A callable function. Calls always follow the JSON schema `parameters`, whatever `strict` is."""
+    """A callable function. Calls follow the JSON schema `parameters`, as far as a grammar holds it."""
 
     name: FunctionName = Field(description="the name by which the model calls it")
     description: str | None = Field(default=None, description="for the model: what the function does")
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments")
-    strict: bool | None = Field(default=None, description="accepted and not used")
+    strict: bool | None = Field(default=None, description=STRICT)
 
 
 class Tool(LenientBody):
@@ -101,13 +102,14 @@ def read_tool_use(
         raise InvalidRequest("tool_choice", "tool_choice requires a call, but there are no tools")
     check_schema_sizes("tools", *functions.values())
     functions = {name: closed(parameters) for name, parameters in functions.items()}
+    strict = frozenset(tool.function.name for tool in tools if tool.function.strict)
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         if name not in functions:
             raise InvalidRequest("tool_choice", f"tool_choice names {name!r}, which is not among the tools")
         # A function chosen by name is called once.
-        use = ToolUse(((name, functions[name]),), ToolMode.REQUIRED, False)
+        use = ToolUse(((name, functions[name]),), ToolMode.REQUIRED, False, strict)
     else:
         mode = ToolMode.REQUIRED if choice == "required" else ToolMode.AUTO
-        use = ToolUse(tuple(functions.items()), mode, is_parallel)
+        use = ToolUse(tuple(functions.items()), mode, is_parallel, strict)
     return use, [tool.to_template() for tool in tools]

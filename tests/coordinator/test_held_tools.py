@@ -1,0 +1,174 @@
+"""Functions without `strict` never refuse a request: over every API, with what was dropped in the header."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from coordinator.formats.answer_parts import ToolMode, ToolUse
+from coordinator.intake.held_tools import CHECKS_MAX, held_tools
+from coordinator.intake.loosened_schema import loosened, outline
+from outrider.errors import InvalidRequest
+from tests.coordinator.conftest import ClusterFactory
+from tests.schemas.tools import TOOLS
+
+LABELS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"labels": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
+    "required": ["labels"],
+}
+DROPPED = "tools.label.properties.labels.uniqueItems"
+REFUSED = InvalidRequest("tools", "too much")
+
+
+def of_chat(tools: dict[str, Any], choice: Any, strict: bool | None) -> tuple[str, dict[str, Any]]:
+    told = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+        for name, schema in tools.items()
+    ]
+    named = choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice["name"]}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": told, "tool_choice": named, "max_tokens": 4}
+    return "/v1/chat/completions", body
+
+
+def of_responses(tools: dict[str, Any], choice: Any, strict: bool | None) -> tuple[str, dict[str, Any]]:
+    told = [
+        {"type": "function", "name": name, "parameters": schema, "strict": strict} for name, schema in tools.items()
+    ]
+    named = choice if isinstance(choice, str) else {"type": "function", **choice}
+    return "/v1/responses", {"input": "x", "tools": told, "tool_choice": named, "max_output_tokens": 4}
+
+
+def of_messages(tools: dict[str, Any], choice: Any, strict: bool | None) -> tuple[str, dict[str, Any]]:
+    told = [{"name": name, "input_schema": schema, "strict": strict} for name, schema in tools.items()]
+    kinds = {"auto": {"type": "auto"}, "required": {"type": "any"}}
+    named = kinds[choice] if isinstance(choice, str) else {"type": "tool", **choice}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": told, "tool_choice": named, "max_tokens": 4}
+    return "/v1/messages", {"model": "demo", **body}
+
+
+APIS = pytest.mark.parametrize("api", [of_chat, of_responses, of_messages])
+Api = Callable[[dict[str, Any], Any, bool | None], tuple[str, dict[str, Any]]]
+
+
+async def answered(clusters: ClusterFactory, call: tuple[str, dict[str, Any]]) -> tuple[Any, str]:
+    """The answer, and the grammar that reached the target."""
+    target = clusters.target()
+    async with clusters.open([target]) as cluster:
+        response = await cluster.client.post(call[0], json=call[1])
+    return response, target.requests[0].sampling.grammar.lark if target.requests else ""
+
+
+@APIS
+@pytest.mark.parametrize("choice", ["auto", "required", {"name": "label"}])
+@pytest.mark.parametrize("strict", [None, False])
+async def test_a_schema_that_is_not_held_is_loosened_and_the_header_says_so(
+    clusters: ClusterFactory, api: Api, choice: Any, strict: bool | None
+) -> None:
+    response, grammar = await answered(clusters, api({"label": LABELS, "now": {"type": "object"}}, choice, strict))
+    assert response.status_code == 200, response.text
+    assert DROPPED in response.headers["x-outrider-ignored"].split(", ")
+    assert '"labels"' in grammar
+    assert "uniqueItems" not in grammar
+
+
+@APIS
+async def test_a_strict_one_is_refused_by_its_name(clusters: ClusterFactory, api: Api) -> None:
+    response, _ = await answered(clusters, api({"label": LABELS}, "auto", True))
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "uniqueItems" in message
+    assert "strict: true on label" in message
+
+
+async def test_only_the_strict_one_is_refused(clusters: ClusterFactory) -> None:
+    path, body = of_chat({"label": LABELS, "other": LABELS}, "auto", None)
+    body["tools"][1]["function"] |= {"strict": True}
+    response, _ = await answered(clusters, (path, body))
+    assert "strict: true on other" in response.json()["error"]["message"]
+    body["tools"][1]["function"] |= {"parameters": {"type": "object"}}
+    response, _ = await answered(clusters, (path, body))
+    assert response.headers["x-outrider-ignored"] == DROPPED
+
+
+@APIS
+async def test_all_the_tools_of_servers_and_models_are_taken_together(clusters: ClusterFactory, api: Api) -> None:
+    response, grammar = await answered(clusters, api(TOOLS, "auto", None))
+    assert response.status_code == 200, response.text
+    assert all(name in grammar for name in TOOLS)
+
+
+async def test_a_tool_that_is_held_keeps_its_schema_beside_others(clusters: ClusterFactory) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^[a-c]{3}$"}}}
+    tools = TOOLS | {"mine": schema | {"additionalProperties": False}}
+    _, grammar = await answered(clusters, of_chat(tools, "auto", None))
+    assert json.dumps(tools["mine"]["properties"]) in grammar
+
+
+async def test_the_elements_of_xml_keep_their_names(clusters: ClusterFactory) -> None:
+    schema = {"type": "object", "properties": {"mode": {"enum": []}, "note": {"type": "string"}}, "required": ["mode"]}
+    target = clusters.target()
+    async with clusters.open([target], settings={"tool_call_parser": "qwen3_coder"}) as cluster:
+        path, body = of_chat({"set": schema}, "required", None)
+        response = await cluster.client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert "<parameter=mode>" in target.requests[0].sampling.grammar.lark
+
+
+def use_of(num: int, strict: frozenset[str] = frozenset()) -> ToolUse:
+    return ToolUse(tuple((f"f{index}", LABELS) for index in range(num)), ToolMode.AUTO, True, strict)
+
+
+def held(use: ToolUse, is_refused: Callable[[ToolUse], bool]) -> tuple[ToolUse, tuple[str, ...], int]:
+    """Loosens the functions; returns them, what was dropped, and the number of checks."""
+    num_checks = 0
+
+    async def check(use: ToolUse) -> InvalidRequest | None:
+        nonlocal num_checks
+        num_checks += 1
+        return REFUSED if is_refused(use) else None
+
+    async def run(work: Callable[[], None]) -> None:
+        work()
+
+    made, dropped = asyncio.run(held_tools(use, check, run))
+    return made, dropped, num_checks
+
+
+def test_one_that_is_beyond_a_bound_is_found_among_many() -> None:
+    def is_refused(use: ToolUse) -> bool:
+        return any(name == "f77" and schema != outline(LABELS) for name, schema in use.functions)
+
+    made, dropped, num_checks = held(use_of(128), is_refused)
+    schemas = dict(made.functions)
+    assert schemas.pop("f77") == outline(LABELS)
+    assert {json.dumps(schema) for schema in schemas.values()} == {json.dumps(loosened(LABELS).schema)}
+    assert "tools.f77.schema" in dropped
+    assert num_checks <= CHECKS_MAX + 6
+
+
+def test_the_effort_is_bounded() -> None:
+    made, _, num_checks = held(use_of(128), lambda use: any(schema != outline(LABELS) for _, schema in use.functions))
+    assert {json.dumps(schema) for _, schema in made.functions} == {json.dumps(outline(LABELS))}
+    assert num_checks <= CHECKS_MAX + 6
+
+
+def test_functions_that_are_too_many_together_lose_their_schemas() -> None:
+    made, dropped, _ = held(use_of(3), lambda use: any(schema != {"type": "object"} for _, schema in use.functions))
+    assert {json.dumps(schema) for _, schema in made.functions} == {'{"type": "object"}'}
+    assert dropped == ("tools.f0.schema", "tools.f1.schema", "tools.f2.schema")
+
+
+def test_nothing_is_loosened_where_nothing_can_be_held() -> None:
+    with pytest.raises(InvalidRequest, match="too much"):
+        held(use_of(3), lambda use: True)
+
+
+def test_strict_ones_stay_as_they_are() -> None:
+    made, dropped, _ = held(use_of(2, frozenset({"f0"})), lambda use: dict(use.functions).get("f1") == LABELS)
+    assert dict(made.functions)["f0"] == LABELS
+    assert dropped == ("tools.f1.properties.labels.uniqueItems",)

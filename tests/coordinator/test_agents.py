@@ -1,0 +1,81 @@
+"""Coding agents of today: each turn of a loop of tools as they send it is served, and what is left out is said.
+
+Fixtures in `agents/` hold the fields that each agent sends, found in its public source or in published captures (named
+there), with texts of our own. Turns grow the conversation; every turn is streamed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.coordinator.conftest import ClusterFactory
+from tests.coordinator.fakes import FakeTarget
+from tests.coordinator.test_responses import prompt_of
+
+AGENTS = {path.stem: json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "agents").glob("*.json"))}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }};{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'system' and not loop.first %}{{ raise_exception('System must be first.') }}{% endif %}"
+    "{{ message.role }}: {{ message.reasoning_content or '' }}|{{ message.content }};"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }};{% endfor %}"
+    "{% endfor %}"
+)
+"""As strict as those of Qwen 3.5 and later ones, which refuse a system message that is not the first."""
+
+
+def called(answer: str) -> list[tuple[str, str]]:
+    """Names and arguments of the calls in a stream of any of the three APIs."""
+    calls: list[tuple[str, str]] = []
+    for line in answer.splitlines():
+        event = json.loads(line[6:]) if line.startswith("data: {") else {}
+        told = [
+            call["function"] for choice in event.get("choices", ()) for call in choice["delta"].get("tool_calls", ())
+        ]
+        match event.get("type"):
+            case "response.output_item.added":
+                told = [{"name": event["item"].get("name")}]
+            case "response.function_call_arguments.delta":
+                told = [{"arguments": event["delta"]}]
+            case "content_block_start":
+                told = [{"name": event["content_block"].get("name")}]
+            case "content_block_delta":
+                told = [{"arguments": event["delta"].get("partial_json", "")}]
+        for part in told:
+            if part.get("name"):
+                calls.append((part["name"], ""))
+            if part.get("arguments"):
+                calls[-1] = (calls[-1][0], calls[-1][1] + part["arguments"])
+    return calls
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_each_turn_is_served_and_what_is_left_out_is_said(clusters: ClusterFactory, agent: str) -> None:
+    recorded: dict[str, Any] = AGENTS[agent]
+    call = recorded["call"]
+    says = [f"I look.\n<tool_call>\n{json.dumps(call)}\n</tool_call>", "It prints 1.", "Bye."]
+    conversation: list[Any] = []
+    for turn, text, ignored in zip(recorded["turns"], says, recorded["ignored"], strict=True):
+        conversation += turn
+        body = recorded["body"] | {recorded["grows"]: conversation}
+        settings = {"chat_template": TEMPLATE}
+        script = clusters.tokenizer.encode(text)
+        target = FakeTarget(script, eos_at=len(script), tokens_per_step=4)
+        async with clusters.open([target], settings=settings, max_model_len=8192) as cluster:
+            answer = await cluster.client.post(recorded["path"], json=body, headers=recorded["headers"])
+            prompt = prompt_of(cluster) if answer.is_success else ""
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        said = answer.headers.get("x-outrider-ignored", "")
+        assert sorted(said.split(", ") if said else []) == sorted(ignored)
+        expected = [(call["name"], json.dumps(call["arguments"]))] if turn is recorded["turns"][0] else []
+        assert called(answer.text) == expected
+        assert json.dumps(call["name"]) in prompt, "the tools are in the prompt"
+        for left_out in ("apply_patch", "mcp__docs", "image_generation", "web_search"):
+            assert left_out not in prompt
+    assert "print(1)" in prompt or "waited" in prompt, "so is what the tools gave"
+    assert prompt.rstrip().endswith("Thank you.;")

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.coordinator.conftest import ClusterFactory
@@ -53,6 +54,11 @@ def called(answer: str) -> list[tuple[str, str]]:
     return calls
 
 
+def left_out_of(answer: httpx.Response) -> list[str]:
+    said = answer.headers.get("x-outrider-ignored", "")
+    return sorted(said.split(", ")) if said else []
+
+
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_each_turn_is_served_and_what_is_left_out_is_said(clusters: ClusterFactory, agent: str) -> None:
     recorded: dict[str, Any] = AGENTS[agent]
@@ -70,8 +76,7 @@ async def test_each_turn_is_served_and_what_is_left_out_is_said(clusters: Cluste
             prompt = prompt_of(cluster) if answer.is_success else ""
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
-        said = answer.headers.get("x-outrider-ignored", "")
-        assert sorted(said.split(", ") if said else []) == sorted(ignored)
+        assert left_out_of(answer) == sorted(ignored)
         expected = [(call["name"], json.dumps(call["arguments"]))] if turn is recorded["turns"][0] else []
         assert called(answer.text) == expected
         assert json.dumps(call["name"]) in prompt, "the tools are in the prompt"
@@ -79,3 +84,15 @@ async def test_each_turn_is_served_and_what_is_left_out_is_said(clusters: Cluste
             assert left_out not in prompt
     assert "print(1)" in prompt or "waited" in prompt, "so is what the tools gave"
     assert prompt.rstrip().endswith("Thank you.;")
+
+
+@pytest.mark.parametrize("agent", [name for name, recorded in AGENTS.items() if "asides" in recorded])
+async def test_what_it_asks_besides_is_served(clusters: ClusterFactory, agent: str) -> None:
+    """Counts of tokens, titles, searches."""
+    script = clusters.tokenizer.encode('{"title": "a"}')
+    target = FakeTarget(script, eos_at=len(script), tokens_per_step=4)
+    async with clusters.open([target], settings={"chat_template": TEMPLATE}, max_model_len=8192) as cluster:
+        for aside in AGENTS[agent]["asides"]:
+            answer = await cluster.client.post(aside["path"], json=aside["body"], headers=AGENTS[agent]["headers"])
+            assert answer.status_code == 200, answer.text
+            assert left_out_of(answer) == sorted(aside["ignored"])

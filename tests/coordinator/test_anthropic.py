@@ -261,6 +261,7 @@ class TestErrors:
             ({"tools": [SEARCH, TOOL], "tool_choice": {"type": "tool", "name": "web_search"}},
              "left out here: tools[0] (web_search_20250305 web_search)"),
             ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "left out here: tools[0] (web_search_20250305"),
+            ({"tools": [SEARCH] * 129}, "tools has 129 entries"),
             ({"tools": [{"input_schema": {}}]}, "'tools[0].name' is required"),
             ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
             ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "'other'"),

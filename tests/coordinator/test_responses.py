@@ -303,6 +303,7 @@ class TestRefusals:
             ({"context_management": [{"type": "compaction", "compact_threshold": 1}]},
              "context_management[0].compact_threshold"),
             ({"tools": [{"type": 3}]}, "tools[0].type"),
+            ({"tools": [SEARCH] * 129}, "tools"),
             ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
             ({"tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
             ({"tools": [TOOL, SEARCH], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [SEARCH]}},

@@ -294,7 +294,8 @@ def check_case(case: str, draft: str, rule: str, num_sessions: int) -> None:
     elif params.max_tokens > 1:
         least = num_sessions / (20 if draft == "head" else 10)  # a random head is hardly ever right
         assert drawn.verified > least, "hints were hardly used, so this shows nothing"
-        assert drawn.accepted > 0
+        has_one_text = case == "top-p-0"  # which a random head need not say
+        assert drawn.accepted > 0 or (draft == "head" and has_one_text)
     check_distribution(drawn, params, language)
 
 

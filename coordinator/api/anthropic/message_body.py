@@ -34,6 +34,7 @@ from coordinator.intake.generation_request import (
     PromptLimit,
 )
 from outrider.errors import InvalidRequest
+from outrider.sampling_params import check_count
 
 _WORD_CHARS_MAX: Final = 64
 _THINKING_VARIABLES: Final = ("enable_thinking", "thinking")
@@ -75,12 +76,19 @@ class MessageToolChoice(LenientBody):
     name: str | None = Field(default=None, description="type tool: its name")
     disable_parallel_tool_use: bool | None = Field(default=None, description="true: at most one call")
 
-    def to_chat(self, tools: Sequence[Tool], left_out: Mapping[Any, str]) -> ToolChoice:
-        """Converts the choice to a chat's; `left_out` has tools by their names. Raises InvalidRequest."""
-        asks_for_any = self.type == "any" and not tools and left_out
-        if asks_for_any or (self.type == "tool" and self.name in left_out):
-            named = ", ".join(left_out.values()) if asks_for_any else left_out[self.name]
-            raise InvalidRequest("tool_choice", f"tool_choice demands a tool that is left out here: {named}")
+    def to_chat(self, tools: Sequence[Tool], left_out: Mapping[str, LeftOutTool]) -> ToolChoice:
+        """Converts the choice to a chat's; `left_out` has tools by what names them. Raises InvalidRequest."""
+        served = {tool.function.name for tool in tools}
+        demanded = [
+            named
+            for named, tool in left_out.items()
+            if (self.type == "any" and not served)
+            or (self.type == "tool" and self.name == tool.name and self.name not in served)
+        ]
+        if demanded:
+            raise InvalidRequest(
+                "tool_choice", f"tool_choice demands a tool that is left out here: {', '.join(demanded)}"
+            )
         if self.type == "tool":
             if self.name is None:
                 raise InvalidRequest("tool_choice.name", "tool_choice.name is required for its type tool")
@@ -164,13 +172,14 @@ class CountTokensBody(SharedFields):
             messages.insert(0, ChatMessage(role="system", content=joined_blocks(self.system, "system")))
         if messages and messages[-1].role == "assistant":
             values |= {"continue_final_message": True, "add_generation_prompt": False}
+        check_count("tools", self.tools or (), TOOLS_MAX)
         tools = [tool.to_tool() for tool in self.tools or () if isinstance(tool, MessageTool)]
         left_out = {
-            tool.name or tool.type: tool.named(f"tools[{index}]")
+            tool.named(f"tools[{index}]"): tool
             for index, tool in enumerate(self.tools or ())
-            if isinstance(tool, HostedMessageTool)
+            if isinstance(tool, LeftOutTool)
         }
-        self.ignore(*left_out.values())
+        self.ignore(*left_out)
         self._report_ignored()
         config, choice = self.output_config or OutputConfig(), self.tool_choice
         chat = self.to_chat(

@@ -87,7 +87,7 @@ class ResponseBody(SharedFields):
     neutral = MappingProxyType({"background": (False,), "conversation": (), "prompt": ()})
     unused = (
         "max_tool_calls", "safety_identifier", "service_tier", "prompt_cache_retention", "prompt_cache_options",
-        "client_metadata",
+        "client_metadata", "access_programs",
     )  # fmt: skip
     names: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
@@ -176,7 +176,9 @@ class ResponseBody(SharedFields):
         messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         items, num_before = self.conversation(remembered), len(remembered.before)
         messages += read_items(items, num_before)
-        callable_tools = CallableTools.of(self._declared(items, num_before))
+        declared = [*self._declared(items, num_before)]
+        check_count("tools", declared, TOOLS_MAX)
+        callable_tools = CallableTools.of(declared)
         tools, choice = callable_tools.choose(self.tool_choice)
         self.ignore(*callable_tools.left_out)
         self._report_ignored()

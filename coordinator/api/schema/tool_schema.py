@@ -49,11 +49,11 @@ class LeftOutTool(LenientBody):
     """A tool that cannot be called here. Nothing of it is read but what names it."""
 
     type: str
-    name: Any = Field(default=None, description="names it in the response's header")
+    name: str | None = Field(default=None, description="names it in the response's header")
 
     def named(self, where: str) -> str:
         """Names the tool for the header and for errors, as `tools[2] (custom apply_patch)`."""
-        return f"{where} ({self.type} {self.name})" if isinstance(self.name, str) else f"{where} ({self.type})"
+        return f"{where} ({self.type} {self.name})" if self.name else f"{where} ({self.type})"
 
 
 def served_types(*types: str | None, served: str, other: str) -> Callable[[Any], str]:

@@ -185,7 +185,7 @@ def looped(num_calls: int) -> list[dict[str, Any]]:
 
 
 class TestContextManagement:
-    """What Anthropic's servers would clear."""
+    """Anthropic's servers would clear parts of the conversation."""
 
     @pytest.mark.parametrize(
         ("edit", "kept"),

@@ -1,4 +1,4 @@
-"""What Anthropic's `context_management` does to a conversation. Pure.
+"""Edits conversations as Anthropic's `context_management` asks. Pure.
 
 Thinking of older turns is cleared as asked. Results of tools are not cleared, and nothing is summarized: an edit that
 does so is accepted while it has nothing to do, and refused by name once it would change the prompt. Agents send such

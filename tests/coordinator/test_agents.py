@@ -96,3 +96,21 @@ async def test_what_it_asks_besides_is_served(clusters: ClusterFactory, agent: s
             answer = await cluster.client.post(aside["path"], json=aside["body"], headers=AGENTS[agent]["headers"])
             assert answer.status_code == 200, answer.text
             assert left_out_of(answer) == sorted(aside["ignored"])
+
+
+async def test_system_messages_come_first_only_where_the_template_wants_them_so(clusters: ClusterFactory) -> None:
+    """Codex tells more after its instructions. A chat is left as its client wrote it."""
+    user, more = {"role": "user", "content": "Hi."}, {"role": "developer", "content": "Be short."}
+    said = {"input": [user, more], "instructions": "Be kind."}
+    script = clusters.tokenizer.encode("Hello.")
+    lenient = "{% for message in messages %}{{ message.role }}: |{{ message.content }};{% endfor %}"
+    for template, prompt in (
+        (TEMPLATE, "system: |Be kind.\n\nBe short.;user: |Hi.;"),
+        (lenient, "system: |Be kind.;user: |Hi.;system: |Be short.;"),
+    ):
+        target = FakeTarget(script, eos_at=len(script))
+        async with clusters.open([target], settings={"chat_template": template}) as cluster:
+            assert (await cluster.client.post("/v1/responses", json=said)).status_code == 200
+            assert prompt_of(cluster) == prompt
+            chat = await cluster.client.post("/v1/chat/completions", json={"messages": [user, more]})
+            assert chat.status_code == (400 if template is TEMPLATE else 200)

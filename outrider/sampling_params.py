@@ -58,7 +58,7 @@ class Bounds:
 
 BOUNDS: Final[Mapping[str, Bounds]] = {
     "temperature": Bounds(0, 2),
-    "top_p": Bounds(0, 1, is_open=True),
+    "top_p": Bounds(0, 1),
     "top_k": Bounds(0, UINT32_MAX),
     "min_p": Bounds(0, 1),
     "typical_p": Bounds(0, 1, is_open=True),
@@ -194,7 +194,7 @@ class SamplingParams:
 
     @property
     def decoding_mode(self) -> DecodingMode:
-        if self.temperature == 0.0:
+        if 0.0 in (self.temperature, self.top_p):  # a top_p of 0 leaves the likeliest token alone
             return DecodingMode.GREEDY
         return DecodingMode.REJECTION if self.seed is None else DecodingMode.COUPLED
 

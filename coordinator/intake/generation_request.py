@@ -66,6 +66,23 @@ class Origin:
 NOWHERE: Final = Origin()
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """The longest prompt that is used as it is. `parameter` asks to shorten a longer one, which is not served."""
+
+    parameter: str
+    num_tokens: int
+
+    def check(self, num_tokens: int) -> None:
+        """Raises InvalidRequest."""
+        if num_tokens > self.num_tokens:
+            raise InvalidRequest(
+                self.parameter,
+                f"{self.parameter} asks to shorten a prompt of more than {self.num_tokens} tokens, which is not "
+                f"served; this one has {num_tokens}: raise that number, or shorten the conversation",
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationInput:
     """A request before tokenization. Exactly one of `text`, `token_ids` and `messages` is set."""
@@ -78,6 +95,8 @@ class GenerationInput:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False  # the output continues the last message
     add_special_tokens: bool | None = None  # None: to a text only, because chat templates write them
+    prompt_limit: PromptLimit | None = None
+    merges_system: bool = False  # where the chat template wants one system message, at the beginning
     truncate_prompt_tokens: int | None = None  # only the last tokens are used; -1: those that fit the context
     is_parsed: bool = False  # the answer is split into reasoning, content and calls, by the model's format
     includes_reasoning: bool = True  # where the answer is parsed; False: the reasoning is dropped

@@ -31,7 +31,7 @@ from coordinator.models.served_model import ServedModel
 from coordinator.settings import CoordinatorSettings
 from outrider.errors import InvalidRequest
 from outrider.registry.worker_record import WorkerRecord
-from outrider.sampling_params import GrammarSpec, SamplingParams, SpeculationSettings
+from outrider.sampling_params import DecodingMode, GrammarSpec, SamplingParams, SpeculationSettings
 from outrider.text.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 
 if TYPE_CHECKING:
@@ -167,7 +167,10 @@ class RequestPreparation:
             _check_text(text, "prompt")
         adds_special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
         is_short = len(text) <= LONG_TEXT_CHARS
-        return await self._unless_short(is_short, tokenizer.encode, text, add_special_tokens=adds_special)
+        token_ids = await self._unless_short(is_short, tokenizer.encode, text, add_special_tokens=adds_special)
+        if request.prompt_limit is not None:
+            request.prompt_limit.check(len(token_ids))
+        return token_ids
 
     async def _predicted(
         self, request: GenerationInput, tokenizer: Tokenizer, max_model_len: int, vocab_size: int
@@ -199,7 +202,8 @@ class RequestPreparation:
         return work(*args, **kwargs) if is_short else await self._threads.run(work, *args, **kwargs)
 
     def _seed(self, sampling: SamplingParams, speculation: SpeculationSettings) -> int | None:
-        is_drawn = self._settings.seed_requests and sampling.temperature > 0 and not speculation.asks_for_rejection
+        is_greedy = sampling.decoding_mode is DecodingMode.GREEDY
+        is_drawn = self._settings.seed_requests and not is_greedy and not speculation.asks_for_rejection
         # Clients that store numbers as doubles can send 53 bits back unchanged.
         return self._chance.getrandbits(53) if is_drawn and sampling.seed is None else sampling.seed
 
@@ -247,11 +251,24 @@ def _has_special_marks(plan: AnswerPlan | None, tokenizer: Tokenizer) -> bool:
 
 def _rendered(request: GenerationInput, tokenizer: Tokenizer) -> str:
     messages = request.messages or ()
-    text = tokenizer.render_chat(messages, **request.chat_template_kwargs)
+    try:
+        text = tokenizer.render_chat(messages, **request.chat_template_kwargs)
+    except InvalidRequest:
+        merged = _with_one_system_message(messages)
+        if not request.merges_system or merged == list(messages):
+            raise
+        text = tokenizer.render_chat(merged, **request.chat_template_kwargs)
     if request.continue_final_message:
         text = _cut_after_final_message(text, messages[-1])
     _check_text(text, "messages")
     return text
+
+
+def _with_one_system_message(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with all that the system says at the beginning."""
+    said = [message["content"] for message in messages if message["role"] == "system"]
+    first = [{"role": "system", "content": "\n\n".join(said)}] if said else []
+    return [*first, *(message for message in messages if message["role"] != "system")]
 
 
 async def _check_grammar(compiler: GrammarCompiler, grammar: GrammarSpec, parameter: str, tenant: str) -> None:

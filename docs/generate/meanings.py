@@ -10,7 +10,9 @@ from typing import Final
 OUTPUT: Final[dict[tuple[str, ...], tuple[str, str]]] = {
     ("temperature",): (
         "Divides the logits. 0 is greedy decoding.", "`temperature-0.5`, `temperature-1.7`"),
-    ("top_p",): ("Keeps the most probable tokens up to this mass.", "`top-p`"),
+    ("top_p",): (
+        "Keeps the most probable tokens up to this mass. 0 is greedy decoding, whatever the temperature.",
+        "`top-p`, `top-p-0`"),
     ("top_k",): ("Keeps so many of the most probable tokens.", "`top-k`"),
     ("min_p",): ("Keeps tokens with at least this share of the most probable token's probability.", "`min-p`"),
     ("typical_p",): (

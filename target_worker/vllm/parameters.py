@@ -40,8 +40,8 @@ def vllm_parameters(event: StartSession, facts: EngineFacts) -> dict[str, Any]:
         event.session_id, num_committed, speculation.num_speculative_tokens, is_always=speculation.is_always
     )
     return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        "temperature": sampling.temperature if sampling.top_p else 0.0,  # vLLM has no top_p of 0
+        "top_p": sampling.top_p or 1.0,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "presence_penalty": sampling.presence_penalty,
@@ -73,7 +73,7 @@ def _seed(event: StartSession, num_committed: int) -> int | None:
 def _check(sampling: SamplingParams, facts: EngineFacts) -> None:
     if sampling.typical_p != 1.0:
         raise InvalidRequest("typical_p", "vLLM, which serves this model, has no typical_p")
-    if 0.0 < sampling.temperature < LEAST_TEMPERATURE:
+    if sampling.top_p and 0.0 < sampling.temperature < LEAST_TEMPERATURE:
         raise InvalidRequest(
             "temperature",
             f"temperature is {sampling.temperature:g}; permitted by vLLM, which serves this model: 0, and "

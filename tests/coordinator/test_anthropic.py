@@ -11,12 +11,14 @@ import pytest
 from coordinator.access.api_keys import Scope, entry, new_key
 from coordinator.api.anthropic.content_blocks import ContentBlocks
 from coordinator.api.anthropic.conversation import InputMessage, read_conversation
+from coordinator.api.anthropic.message_body import MessageBody
 from coordinator.api.schema.chat_messages import read_messages
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.named_events import CALL, PARAMETERS, TWO_CALLS, answering, check_events, events_of
 from tests.coordinator.test_responses import prompt_of
 
 TOOL: dict[str, Any] = {"name": "weather", "description": "Tells it.", "input_schema": PARAMETERS}
+SEARCH: dict[str, Any] = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -155,6 +157,96 @@ class TestConversations:
             "thinking.budget_tokens", "service_tier",
         }  # fmt: skip
 
+    async def test_tools_that_run_on_a_server_are_left_out_and_named(self, clusters: ClusterFactory) -> None:
+        tools = [{"type": "bash_20250124", "name": "bash"}, TOOL, {"type": "mcp_toolset", "mcp_server_name": "docs"}]
+        async with answering(clusters, CALL) as cluster:
+            answer = await ask(cluster, tools=tools, tool_choice={"type": "any"})
+            alone = await ask(cluster, tools=[SEARCH])
+        assert answer.status_code == alone.status_code == 200, answer.text
+        assert answer.json()["stop_reason"] == "tool_use"
+        assert answer.headers["x-outrider-ignored"] == "tools[0] (bash_20250124 bash), tools[2] (mcp_toolset)"
+        assert alone.headers["x-outrider-ignored"] == "tools[0] (web_search_20250305 web_search)"
+
+
+def looped(num_calls: int) -> list[dict[str, Any]]:
+    """A conversation with so many calls, each in a turn of its own, after some thinking."""
+    messages: list[dict[str, Any]] = []
+    for index in range(num_calls):
+        use = {"type": "tool_use", "id": f"t{index}", "name": "weather", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": f"t{index}", "content": "sunny"}
+        messages += [
+            {"role": "user", "content": f"question {index}"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": f"thought {index}"}, use]},
+            {"role": "user", "content": [result, {"type": "text", "text": "reminder"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": f"so {index}"},
+                                              {"type": "text", "text": "Sunny."}]},
+        ]  # fmt: skip
+    return [*messages, *HI]
+
+
+class TestContextManagement:
+    """Anthropic's servers would clear parts of the conversation."""
+
+    @pytest.mark.parametrize(
+        ("edit", "kept"),
+        [
+            ({"keep": "all"}, [0, 1, 2]),
+            ({}, [2]),
+            ({"keep": {"type": "thinking_turns", "value": 2}}, [1, 2]),
+            ({"keep": {"type": "thinking_turns", "value": 9}}, [0, 1, 2]),
+        ],
+    )
+    def test_clears_thinking_of_older_turns(self, edit: dict[str, Any], kept: list[int]) -> None:
+        management = {"edits": [{"type": "clear_thinking_20251015", **edit}]}
+        body = MessageBody.model_validate(
+            {"max_tokens": 9, "messages": looped(3), "context_management": management}, strict=False
+        )
+        chat = body.translate()
+        thoughts = [message.reasoning_content for message in chat.messages if message.reasoning_content]
+        assert thoughts == [f"{word} {turn}" for turn in kept for word in ("thought", "so")]
+        assert len([message for message in chat.messages if message.tool_calls]) == 3
+        assert body.prompt_limit is None
+
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            {"type": "clear_tool_uses_20250919"},
+            {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 30_000},
+             "clear_at_least": {"type": "input_tokens", "value": 5}, "clear_tool_inputs": True},
+            {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 5}},
+            {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 0},
+             "exclude_tools": ["weather"]},
+            {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 0},
+             "keep": {"type": "tool_uses", "value": 5}},
+            {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 50_000}, "instructions": "x"},
+        ],
+    )  # fmt: skip
+    async def test_that_clears_nothing_is_accepted(self, clusters: ClusterFactory, edit: dict[str, Any]) -> None:
+        async with answering(clusters, "Hello.") as cluster:
+            plain = await ask(cluster, messages=looped(5))
+            answer = await ask(cluster, messages=looped(5), context_management={"edits": [edit]})
+            first, second = (list(request.token_ids) for request in cluster.targets[0].requests)
+        assert plain.status_code == answer.status_code == 200, answer.text
+        assert first == second
+
+    @pytest.mark.parametrize(
+        ("edit", "named"),
+        [
+            ({"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 100}}, "more than 100"),
+            ({"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 4}}, "clear results"),
+            ({"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 100}}, "more than 100 tokens"),
+            ({"type": "clear_everything_20300101"}, "'clear_everything_20300101' is not served"),
+        ],
+    )
+    async def test_that_would_change_the_prompt_is_refused(
+        self, clusters: ClusterFactory, edit: dict[str, Any], named: str
+    ) -> None:
+        async with answering(clusters, "Hello.") as cluster:
+            answer = await ask(cluster, messages=looped(5), context_management={"edits": [edit]})
+        assert answer.status_code == 400
+        assert "context_management.edits[0]" in answer.json()["error"]["message"]
+        assert named in answer.json()["error"]["message"]
+
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -166,7 +258,11 @@ class TestErrors:
              "messages[0].content[0] is of type 'image'"),
             ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content[0].tool_use_id"),
             ({"messages": []}, "messages must hold"),
-            ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is of type"),
+            ({"tools": [SEARCH, TOOL], "tool_choice": {"type": "tool", "name": "web_search"}},
+             "left out here: tools[0] (web_search_20250305 web_search)"),
+            ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "left out here: tools[0] (web_search_20250305"),
+            ({"tools": [SEARCH] * 129}, "tools has 129 entries"),
+            ({"tools": [{"input_schema": {}}]}, "'tools[0].name' is required"),
             ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
             ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "'other'"),
             ({"stop_sequences": [""]}, "stop_sequences"),

@@ -112,7 +112,7 @@ async def test_token_prompts_and_chats_are_understood(clusters: ClusterFactory) 
     ("fields", "parameter"),
     [
         ({"sampling": common_pb2.SamplingParams(max_tokens=0)}, "max_tokens"),
-        ({"sampling": common_pb2.SamplingParams(top_p=0)}, "top_p"),
+        ({"sampling": common_pb2.SamplingParams(top_p=1.5)}, "top_p"),
         ({"sampling": common_pb2.SamplingParams(temperature=5)}, "temperature"),
         ({"stop": ["x" * 257]}, "stop"),
         ({"deadline_ms": 4_000_000_000}, "deadline_ms"),

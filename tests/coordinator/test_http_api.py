@@ -201,7 +201,7 @@ class TestRefusals:
             ({"temperature": "1"}, "temperature"),
             ({"temperature": -0.1}, "temperature"),
             ({"temperature": float("nan")}, "temperature"),
-            ({"top_p": 0}, "top_p"),
+            ({"top_p": -0.1}, "top_p"),
             ({"top_k": -2}, "top_k"),
             ({"min_p": 1.5}, "min_p"),
             ({"seed": -(1 << 63) - 1}, "seed"),

@@ -35,6 +35,7 @@ from tests.coordinator.test_answer_size import end
 from tests.coordinator.test_http_api import openai_client
 
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+SEARCH: dict[str, Any] = {"type": "web_search"}
 
 
 class Store:
@@ -297,8 +298,16 @@ class TestRefusals:
             ({"background": True}, "background"),
             ({"conversation": "conv_1"}, "conversation"),
             ({"prompt": {"id": "p"}}, "prompt"),
-            ({"context_management": [{"type": "compaction"}]}, "context_management"),
-            ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+            ({"context_management": [{"type": "compaction"}]}, "context_management[0].compact_threshold"),
+            ({"context_management": [{"type": "other", "compact_threshold": 9}]}, "context_management[0].type"),
+            ({"context_management": [{"type": "compaction", "compact_threshold": 1}]},
+             "context_management[0].compact_threshold"),
+            ({"tools": [{"type": 3}]}, "tools[0].type"),
+            ({"tools": [SEARCH] * 129}, "tools"),
+            ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+            ({"tools": [TOOL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+            ({"tools": [TOOL, SEARCH], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [SEARCH]}},
+             "tool_choice"),
             ({"tools": [{"type": "function"}]}, "tools[0].name"),
             ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
             ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.tools"),
@@ -319,7 +328,7 @@ class TestRefusals:
             ({"temperature": 3}, "temperature"),
             ({"n": 2}, "n"),
         ],
-    )
+    )  # fmt: skip
     async def test_name_the_parameter(self, clusters: ClusterFactory, body: dict[str, Any], parameter: str) -> None:
         async with answering(clusters, "Hello.") as cluster:
             answer = await ask(cluster, **body)
@@ -345,6 +354,25 @@ class TestRefusals:
             "reasoning.summary", "text.verbosity", "tools[].defer_loading",
         }  # fmt: skip
         assert answer.json()["truncation"] == "disabled"
+
+    async def test_tools_that_are_no_functions_are_left_out_and_named(self, clusters: ClusterFactory) -> None:
+        tools = [SEARCH, TOOL, {"type": "custom", "name": "apply_patch", "format": {"type": "text"}}]
+        allowed = {"type": "allowed_tools", "tools": [SEARCH, {"type": "function", "name": "weather"}]}
+        async with answering(clusters, CALL) as cluster:
+            answers = [await ask(cluster, tools=tools, tool_choice=choice) for choice in (None, "required", allowed)]
+            alone = await ask(cluster, tools=[SEARCH])
+        for answer in answers:
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-outrider-ignored"] == "tools[0] (web_search), tools[2] (custom apply_patch)"
+            assert answer.json()["output"][0]["name"] == "weather"
+            assert [tool["type"] for tool in answer.json()["tools"]] == ["function"], "what is told is what was used"
+        assert alone.headers["x-outrider-ignored"] == "tools[0] (web_search)"
+        assert "<tool_call>" in alone.json()["output"][0]["content"][0]["text"], "without tools there are no calls"
+
+    async def test_a_compaction_with_nothing_to_do_is_accepted(self, clusters: ClusterFactory) -> None:
+        async with answering(clusters, "Hello.") as cluster:
+            management = [{"type": "compaction", "compact_threshold": 200_000}]
+            assert (await ask(cluster, context_management=management)).status_code == 200
 
     async def test_an_output_longer_than_the_context_is_cut_to_it(self, clusters: ClusterFactory) -> None:
         async with answering(clusters, "Hello.", eos_at=None) as cluster:

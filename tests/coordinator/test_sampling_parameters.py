@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.api.grpc import grpc_api
 from outrider.errors import InvalidRequest
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import DecodingMode, SamplingParams
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import TEXT, Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeDraft, eventually
@@ -41,6 +41,35 @@ async def test_unset_parameters_change_nothing(clusters: ClusterFactory) -> None
         response = await cluster.client.post("/v1/completions", json={"prompt": "x"})
     assert response.status_code == 200
     assert SamplingParams.from_proto(cluster.targets[0].requests[0].sampling) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "max_tokens": 9}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
+    ],
+)
+async def test_a_top_p_of_0_is_greedy_in_every_api(clusters: ClusterFactory, path: str, body: dict[str, Any]) -> None:
+    """No seed is drawn for it. What the client sent comes back where an answer repeats it."""
+    async with clusters.open([clusters.target(eos_at=3)]) as cluster:
+        answer = await cluster.client.post(path, json={"top_p": 0, "temperature": 1, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.json().get("top_p", 0) == 0
+    seen = SamplingParams.from_proto(cluster.targets[0].requests[0].sampling)
+    assert (seen.decoding_mode, seen.seed) == (DecodingMode.GREEDY, None)
+
+
+async def test_a_top_p_of_0_over_grpc_is_told_from_one_that_is_unset(clusters: ClusterFactory) -> None:
+    async with clusters.open([clusters.target(eos_at=3)]) as cluster:
+        for sampling in (common_pb2.SamplingParams(top_p=0, seed=1), common_pb2.SamplingParams(seed=1)):
+            asked = generation_pb2.GenerationRequest(prompt="x", sampling=sampling)
+            grpc_api.fill_defaults(asked)
+            assert [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
+    modes = [SamplingParams.from_proto(each.sampling).decoding_mode for each in cluster.targets[0].requests]
+    assert modes == [DecodingMode.GREEDY, DecodingMode.COUPLED]
 
 
 async def test_grpc_hands_every_parameter_on(clusters: ClusterFactory) -> None:

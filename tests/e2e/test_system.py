@@ -362,7 +362,7 @@ REFUSALS: dict[str, tuple[dict[str, Any] | bytes, int, str | None, list[str]]] =
     "unknown parameter": ({"prompt": "x", "temperture": 0}, 400, "temperture", ["temperture"]),
     "unknown nested": ({"prompt": "x", "speculation": {"on": 1}}, 400, "speculation.on", ["speculation.on"]),
     "temperature": ({"prompt": "x", "temperature": 2.5}, 400, "temperature", ["permitted: 0 to 2", "2.5"]),
-    "top_p": ({"prompt": "x", "top_p": 0}, 400, "top_p", ["above 0", "at most 1"]),
+    "top_p": ({"prompt": "x", "top_p": 1.5}, 400, "top_p", ["0 to 1"]),
     "max_tokens": ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens", ["max_tokens is 0", "echo"]),
     "num_speculative_tokens": (
         {"prompt": "x", "speculation": {"num_speculative_tokens": 99}},

@@ -20,6 +20,7 @@ WARPERS: dict[str, Arguments] = {
     "temperature-0.5": {"temperature": 0.5},
     "temperature-1.7": {"temperature": 1.7},
     "top-p": {"top_p": 0.7},
+    "top-p-0": {"top_p": 0.0, "temperature": 1.7},
     "top-k": {"top_k": 3},
     "min-p": {"min_p": 0.2},
     "typical-p": {"typical_p": 0.6},

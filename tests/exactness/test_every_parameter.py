@@ -30,6 +30,7 @@ from tests.exactness.cases import (
     LARGE_PROMPTS,
     SMALL_CASES,
     SMALL_PROMPT,
+    WARPERS,
     large_params,
     small_params,
 )
@@ -185,9 +186,7 @@ def test_every_parameter_matters(case: str, mode: str) -> None:
     """A parameter that changed no text would be tested by nobody."""
     texts = [(output.token_ids, output.ending) for output in expected_outputs(case, mode)]
     plain = [(output.token_ids, output.ending) for output in expected_outputs("none", mode)]
-    is_without_effect = case == "none" or (
-        mode == "greedy" and case in ("temperature-0.5", "temperature-1.7", "top-p", "top-k", "min-p", "typical-p")
-    )
+    is_without_effect = case == "none" or (mode == "greedy" and case in WARPERS)
     assert (texts == plain) == is_without_effect
 
 
@@ -295,7 +294,8 @@ def check_case(case: str, draft: str, rule: str, num_sessions: int) -> None:
     elif params.max_tokens > 1:
         least = num_sessions / (20 if draft == "head" else 10)  # a random head is hardly ever right
         assert drawn.verified > least, "hints were hardly used, so this shows nothing"
-        assert drawn.accepted > 0
+        has_one_text = case == "top-p-0"  # which a random head need not say
+        assert drawn.accepted > 0 or (draft == "head" and has_one_text)
     check_distribution(drawn, params, language)
 
 

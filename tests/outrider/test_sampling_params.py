@@ -30,7 +30,7 @@ from protos.outrider.v1 import common_pb2
     ("field", "values"),
     [
         ("temperature", [-0.001, 2.001, math.nan, math.inf, -math.inf, 1e-46]),
-        ("top_p", [0.0, -1.0, 1.0001, math.nan, math.inf]),
+        ("top_p", [-1.0, 1e-46, 1.0001, math.nan, math.inf]),
         ("top_k", [-1, -(10**400)]),
         ("min_p", [-0.1, 1.1, math.nan]),
         ("max_tokens", [0, -3]),
@@ -62,6 +62,7 @@ def test_out_of_range_is_refused_by_name(field: str, values: list[Any]) -> None:
         {"temperature": 0.0},
         {"temperature": 2.0},
         {"top_p": 1e-6},
+        {"top_p": 0.0},
         {"min_p": 1.0},
         {"seed": 2**64 - 1},
         {"stop_token_ids": frozenset(range(MAX_STOP_TOKEN_IDS))},
@@ -84,13 +85,20 @@ def test_decoding_mode_follows_from_temperature_and_seed() -> None:
     assert SamplingParams(temperature=0.5, seed=0).decoding_mode is DecodingMode.COUPLED
 
 
+def test_a_top_p_of_0_is_greedy_decoding() -> None:
+    """OpenAI's range includes it. The likeliest token alone is left, so that neither chance nor a seed decides."""
+    assert SamplingParams(top_p=0.0).decoding_mode is DecodingMode.GREEDY
+    assert SamplingParams(temperature=2.0, top_p=0.0, seed=3).decoding_mode is DecodingMode.GREEDY
+    assert SamplingParams(top_p=1e-6).decoding_mode is DecodingMode.REJECTION
+
+
 UINT32 = st.integers(0, 2**32 - 1)
 
 
 @settings(max_examples=100, derandomize=True)
 @given(
     temperature=st.floats(0, 2, width=32),
-    top_p=st.floats(0.001953125, 1, width=32),
+    top_p=st.floats(0, 1, width=32),
     top_k=st.integers(0, 2**32 - 1),
     min_p=st.floats(0, 1, width=32),
     seed=st.none() | st.integers(0, 2**64 - 1),
@@ -120,7 +128,7 @@ def test_nothing_is_lost_on_the_wire(**values: Any) -> None:
 
 
 def test_an_empty_message_is_refused_instead_of_meaning_something() -> None:
-    """Protobuf's zeros: top_p 0 and max_tokens 0 are out of range."""
+    """Protobuf's zeros: max_tokens 0 is out of range."""
     with pytest.raises(InvalidRequest):
         SamplingParams.from_proto(common_pb2.SamplingParams())
 

@@ -50,6 +50,13 @@ def test_every_parameter_is_passed_on() -> None:
     assert args == SessionArgs("s x").to_args()
 
 
+def test_a_top_p_of_0_is_told_as_a_temperature_of_0() -> None:
+    """vLLM refuses it."""
+    for temperature in (1.0, 1e-9):
+        made = told(temperature=temperature, top_p=0.0)
+        assert (made["temperature"], made["top_p"]) == (0.0, 1.0)
+
+
 def test_the_scheduler_is_told_the_session_its_output_so_far_and_its_limit() -> None:
     limited = session(2, SpeculationSettings(num_speculative_tokens=3))
     args = vllm_parameters(limited, EngineFacts())["extra_args"]

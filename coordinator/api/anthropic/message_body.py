@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
+from coordinator.api.anthropic.context_edits import ContextManagement
 from coordinator.api.anthropic.conversation import InputMessage, TextBlock, ignored_in, joined_blocks, read_conversation
 from coordinator.api.schema.body_parts import Body, LenientBody, Listed, described
 from coordinator.api.schema.chat_messages import ChatMessage
@@ -19,9 +20,11 @@ from coordinator.api.schema.tool_schema import (
     Function,
     FunctionName,
     FunctionRef,
+    LeftOutTool,
     NamedToolChoice,
     Tool,
     ToolChoice,
+    served_types,
 )
 from coordinator.api.schema.translated_body import OUTPUT_TOKENS_BOUNDS, SharedFields
 from coordinator.intake.generation_request import (
@@ -29,8 +32,10 @@ from coordinator.intake.generation_request import (
     STOP_STRING_CHARS_MAX,
     STOP_STRINGS_MAX,
     TENANT_CHARS_MAX,
+    PromptLimit,
 )
 from outrider.errors import InvalidRequest
+from outrider.sampling_params import check_count
 
 _WORD_CHARS_MAX: Final = 64
 _THINKING_VARIABLES: Final = ("enable_thinking", "thinking")
@@ -42,17 +47,15 @@ class MessageTool(LenientBody):
     """A tool that the client runs. Calls follow the JSON schema `input_schema`, as far as a grammar holds it."""
 
     type: Annotated[str, described(enum=["custom", None])] | None = Field(
-        default=None, description="only `custom`: tools that run on a server, or that the model knows, are refused"
+        default=None, description="only tools with a schema can be called"
     )
     name: FunctionName = Field(description="the name by which the model calls it")
     description: str | None = Field(default=None, description="for the model: what the tool does")
     input_schema: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments")
     strict: bool | None = Field(default=None, description=STRICT)
 
-    def to_tool(self, where: str) -> Tool:
-        """Converts the tool to a chat's. Raises InvalidRequest for any but the client's own."""
-        if self.type not in (None, "custom"):
-            raise InvalidRequest(f"{where}.type", f"{where} is of type {self.type!r}; only custom tools are served")
+    def to_tool(self) -> Tool:
+        """Converts the tool to a chat's."""
         return Tool(
             function=Function(
                 name=self.name,
@@ -63,13 +66,37 @@ class MessageTool(LenientBody):
         )
 
 
+class HostedMessageTool(LeftOutTool):
+    """A tool that runs on a server, or whose schema only its author's models know: it is left out of the prompt, and
+    named in the response's header."""
+
+    type: Annotated[str, described(**{"not": {"enum": ["custom"]}})] = Field(description="kind of the tool")
+
+
+AnyMessageTool = Annotated[
+    Annotated[MessageTool, Tag("Custom")] | Annotated[HostedMessageTool, Tag("Hosted")],
+    Discriminator(served_types(None, "custom", served="Custom", other="Hosted")),
+]
+
+
 class MessageToolChoice(LenientBody):
     type: Literal["auto", "any", "tool", "none"] = Field(description="whether tools are called")
     name: str | None = Field(default=None, description="type tool: its name")
     disable_parallel_tool_use: bool | None = Field(default=None, description="true: at most one call")
 
-    def to_chat(self) -> ToolChoice:
-        """Converts the choice to a chat's. Raises InvalidRequest."""
+    def to_chat(self, tools: Sequence[Tool], left_out: Mapping[str, LeftOutTool]) -> ToolChoice:
+        """Converts the choice to a chat's; `left_out` has tools by what names them. Raises InvalidRequest."""
+        served = {tool.function.name for tool in tools}
+        demanded = [
+            named
+            for named, tool in left_out.items()
+            if (self.type == "any" and not served)
+            or (self.type == "tool" and self.name == tool.name and self.name not in served)
+        ]
+        if demanded:
+            raise InvalidRequest(
+                "tool_choice", f"tool_choice demands a tool that is left out here: {', '.join(demanded)}"
+            )
         if self.type == "tool":
             if self.name is None:
                 raise InvalidRequest("tool_choice.name", "tool_choice.name is required for its type tool")
@@ -104,7 +131,7 @@ class MessageMetadata(LenientBody):
 class CountTokensBody(SharedFields):
     """The body of POST /v1/messages/count_tokens. What does not decide the prompt is not used."""
 
-    neutral = MappingProxyType({"container": (), "mcp_servers": ([],), "context_management": ({},)})
+    neutral = MappingProxyType({"container": (), "mcp_servers": ([],)})
     unused = ("cache_control", "service_tier", "inference_geo", "speed", "diagnostics", "user_profile_id", "betas")
     names: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
@@ -119,12 +146,19 @@ class CountTokensBody(SharedFields):
         description="the conversation; where its last message is the assistant's, the output goes on with that"
     )
     system: str | Listed[TextBlock] | None = Field(default=None, description="a system message before all others")
-    tools: Annotated[Listed[MessageTool], described(maxItems=TOOLS_MAX)] | None = Field(
-        default=None, description="tools that the model may call"
+    tools: Annotated[Listed[AnyMessageTool], described(maxItems=TOOLS_MAX)] | None = Field(
+        default=None, description="tools that the model may call; those that run on a server are left out"
     )
     tool_choice: MessageToolChoice | None = Field(default=None, description="whether tools are called, and which")
     thinking: Thinking | None = Field(default=None, description="ignored where the chat template cannot switch it")
     output_config: OutputConfig | None = Field(default=None, description="form of the output")
+    context_management: ContextManagement | None = Field(
+        default=None, description="older thinking to clear; what would clear more is refused once it would"
+    )
+
+    @property
+    def prompt_limit(self) -> PromptLimit | None:
+        return None if self.context_management is None else self.context_management.prompt_limit(self.messages)
 
     def translate(self) -> ChatBody:
         """Builds the chat that asks for the same. Raises InvalidRequest, partly with the chat's names."""
@@ -140,17 +174,26 @@ class CountTokensBody(SharedFields):
         return words
 
     def _chat(self, **values: Any) -> ChatBody:
-        messages = read_conversation(self.messages)
+        management = self.context_management or ContextManagement()
+        messages = read_conversation(management.edited(self.messages))
         if self.system is not None:
             messages.insert(0, ChatMessage(role="system", content=joined_blocks(self.system, "system")))
         if messages and messages[-1].role == "assistant":
             values |= {"continue_final_message": True, "add_generation_prompt": False}
+        check_count("tools", self.tools or (), TOOLS_MAX)
+        tools = [tool.to_tool() for tool in self.tools or () if isinstance(tool, MessageTool)]
+        left_out = {
+            tool.named(f"tools[{index}]"): tool
+            for index, tool in enumerate(self.tools or ())
+            if isinstance(tool, LeftOutTool)
+        }
+        self.ignore(*left_out)
         self._report_ignored()
         config, choice = self.output_config or OutputConfig(), self.tool_choice
         chat = self.to_chat(
             messages,
-            [tool.to_tool(f"tools[{index}]") for index, tool in enumerate(self.tools or ())],
-            None if choice is None else choice.to_chat(),
+            tools,
+            None if choice is None else choice.to_chat(tools, left_out),
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
             response_format=None if config.format is None else _response_format(config.format),
             reasoning_effort=config.effort,
@@ -165,7 +208,8 @@ class CountTokensBody(SharedFields):
         self.ignore(*ignored_in(self.messages))
         for name in ("system", "tools"):
             parts = getattr(self, name)
-            unknown = [each for part in parts if isinstance(parts, list) for each in part.unknown] if parts else []
+            parts = [part for part in parts or () if not isinstance(part, str | LeftOutTool)]
+            unknown = [each for part in parts for each in part.unknown]
             self.ignore(*(f"{name}[].{each}" for each in dict.fromkeys(unknown)))
         for name in ("tool_choice", "thinking"):
             part = getattr(self, name)

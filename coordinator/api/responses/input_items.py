@@ -11,13 +11,16 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from coordinator.api.responses.response_tools import ResponseTool
 from coordinator.api.schema.body_parts import LenientBody, Listed, described
 from coordinator.api.schema.chat_messages import PARTS_SEPARATOR, ChatMessage, ContentPart, joined_text
 from coordinator.api.schema.tool_schema import CalledFunction, ToolCall
 from outrider.errors import InvalidRequest
 
 _PART_TYPES: Final = ("input_text", "output_text", "text", "refusal", "reasoning_text")
-_TYPES: Final = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+_TYPES: Final = (
+    "message", "function_call", "function_call_output", "reasoning", "item_reference", "additional_tools",
+)  # fmt: skip
 
 
 class ItemPart(ContentPart):
@@ -53,6 +56,9 @@ class InputItem(LenientBody):
     name: str | None = Field(default=None, description="of a call: the function's name")
     arguments: str | None = Field(default=None, description="of a call: its arguments as JSON")
     output: str | Listed[ItemPart] | None = Field(default=None, description="of a call's output: the text")
+    tools: Listed[ResponseTool] | None = Field(
+        default=None, description="of additional_tools: tools besides those of the request"
+    )
 
     def ignored_names(self) -> Iterator[str]:
         """Yields the names of fields that are not used."""
@@ -90,6 +96,8 @@ def read_items(items: Sequence[InputItem], num_before: int = 0) -> list[ChatMess
                 content = joined_text(item.output, f"{where}.output")
                 call_id = _needed(item, "call_id", where)
                 messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+            case "additional_tools":  # they are declared and not said
+                pass
             case _:
                 raise _refused(item, where)
     return [ChatMessage(**message) for message in messages]

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
 from coordinator.api.responses.input_items import InputItem, ignored_in, read_items
+from coordinator.api.responses.response_tools import CallableTools, ChosenTool, FunctionTool, HostedTool, ResponseTool
 from coordinator.api.schema.body_parts import Body, LenientBody, Listed, described
 from coordinator.api.schema.chat_messages import ChatMessage
 from coordinator.api.schema.generation_fields import Logprobs
 from coordinator.api.schema.openai_schema import ChatBody
 from coordinator.api.schema.structured_output import JsonSchemaFormat, ResponseFormat
-from coordinator.api.schema.tool_schema import (
-    STRICT,
-    TOOLS_MAX,
-    Function,
-    FunctionName,
-    FunctionRef,
-    NamedToolChoice,
-    Tool,
-    ToolChoice,
-)
+from coordinator.api.schema.tool_schema import TOOLS_MAX
 from coordinator.api.schema.translated_body import OUTPUT_TOKENS_BOUNDS, SharedFields
-from coordinator.intake.generation_request import CANARY_KEY_CHARS_MAX, MESSAGES_MAX, TENANT_CHARS_MAX
+from coordinator.intake.generation_request import CANARY_KEY_CHARS_MAX, MESSAGES_MAX, TENANT_CHARS_MAX, PromptLimit
 from coordinator.service.stored_responses import NOTHING_REMEMBERED, References, Remembered
 from outrider.errors import InvalidRequest
-from outrider.sampling_params import check_count
+from outrider.sampling_params import UINT32_MAX, check_count
 
 METADATA_PAIRS_MAX: Final = 16
 _WORD_CHARS_MAX: Final = 64
@@ -38,46 +30,6 @@ _INCLUDABLE: Final = (
     "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )  # fmt: skip
-
-
-class FunctionTool(LenientBody):
-    """A callable function. Calls follow the JSON schema `parameters`, as far as a grammar holds it."""
-
-    type: Annotated[str, described(enum=["function"])] = Field(description="only functions can be called")
-    name: FunctionName | None = Field(default=None, description="the name by which the model calls it")
-    description: str | None = Field(default=None, description="for the model: what the function does")
-    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments")
-    strict: bool | None = Field(default=None, description=STRICT)
-
-    def to_tool(self, where: str) -> Tool:
-        """Converts the tool to a chat's. Raises InvalidRequest for any that runs on a server."""
-        if self.type != "function":
-            raise InvalidRequest(
-                f"{where}.type", f"{where} is of type {self.type!r}; only tools of type 'function' are served"
-            )
-        if self.name is None:
-            raise InvalidRequest(f"{where}.name", f"{where}.name is required")
-        return Tool(
-            function=Function(
-                name=self.name,
-                description=self.description,
-                parameters=self.parameters,
-                strict=self.strict or None,
-            )
-        )
-
-
-class ChosenTool(LenientBody):
-    """The choice of one function, or of some of them."""
-
-    type: Literal["function", "allowed_tools"] = Field(description="kind of the choice")
-    name: str | None = Field(default=None, description="type function: its name")
-    mode: Literal["auto", "required"] = Field(
-        default="auto", description="type allowed_tools: whether a call must come"
-    )
-    tools: Listed[dict[str, Any]] | None = Field(
-        default=None, description="type allowed_tools: the functions that may be called, each with type and name"
-    )
 
 
 class TextFormat(Body):
@@ -116,6 +68,15 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = Field(default=None, description="accepted and not used: nothing is padded")
 
 
+class Compaction(LenientBody):
+    """A summary of the conversation once it is long, which is not served; accepted while it has nothing to do."""
+
+    type: Annotated[str, described(enum=["compaction"])] = Field(description="always `compaction`")
+    compact_threshold: Annotated[int, Field(ge=0, le=UINT32_MAX)] = Field(
+        description="tokens of the prompt beyond which it would be made; the request is then refused"
+    )
+
+
 _MetadataKey = Annotated[str, Field(max_length=64)]
 _MetadataValue = Annotated[str, Field(max_length=512)]
 
@@ -123,9 +84,10 @@ _MetadataValue = Annotated[str, Field(max_length=512)]
 class ResponseBody(SharedFields):
     """The body of POST /v1/responses."""
 
-    neutral = MappingProxyType({"background": (False,), "conversation": (), "prompt": (), "context_management": ([],)})
+    neutral = MappingProxyType({"background": (False,), "conversation": (), "prompt": ()})
     unused = (
         "max_tool_calls", "safety_identifier", "service_tier", "prompt_cache_retention", "prompt_cache_options",
+        "client_metadata", "access_programs",
     )  # fmt: skip
     names: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
@@ -138,8 +100,8 @@ class ResponseBody(SharedFields):
     max_output_tokens: Annotated[int, described(OUTPUT_TOKENS_BOUNDS)] | None = Field(
         default=None, description="longest output; the rest of the context where it is left out or longer"
     )
-    tools: Annotated[Listed[FunctionTool], described(maxItems=TOOLS_MAX)] | None = Field(
-        default=None, description="functions that the model may call"
+    tools: Annotated[Listed[ResponseTool], described(maxItems=TOOLS_MAX)] | None = Field(
+        default=None, description="functions that the model may call; other tools are left out"
     )
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = Field(
         default=None, description="whether functions are called, and which"
@@ -162,6 +124,9 @@ class ResponseBody(SharedFields):
     truncation: Literal["auto", "disabled"] | None = Field(
         default=None, description="`auto` is accepted, but nothing is left out: an input that is too long is refused"
     )
+    context_management: Listed[Compaction] | None = Field(
+        default=None, description="refused once there is something to summarize"
+    )
     metadata: Annotated[dict[_MetadataKey, _MetadataValue], described(maxProperties=METADATA_PAIRS_MAX)] | None = Field(
         default=None, description="comes back in the answer"
     )
@@ -171,6 +136,16 @@ class ResponseBody(SharedFields):
     prompt_cache_key: Annotated[str, Field(max_length=CANARY_KEY_CHARS_MAX)] | None = Field(
         default=None, description="selects the arm of a canary"
     )
+
+    @property
+    def prompt_limit(self) -> PromptLimit | None:
+        where = "context_management[{}].compact_threshold"
+        limits = []
+        for index, each in enumerate(self.context_management or ()):
+            if each.type != "compaction":
+                raise InvalidRequest(f"context_management[{index}].type", f"{each.type!r} is not served; leave it out")
+            limits.append(PromptLimit(where.format(index), each.compact_threshold))
+        return min(limits, key=lambda limit: limit.num_tokens, default=None)
 
     @property
     def max_output(self) -> int | None:
@@ -199,13 +174,18 @@ class ResponseBody(SharedFields):
         """Builds the chat that asks for the same. Raises InvalidRequest, partly with the chat's names."""
         self._check()
         messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
-        messages += read_items(self.conversation(remembered), len(remembered.before))
-        tools, choice = self._tool_choice([tool.to_tool(f"tools[{i}]") for i, tool in enumerate(self.tools or ())])
+        items, num_before = self.conversation(remembered), len(remembered.before)
+        messages += read_items(items, num_before)
+        declared = [*self._declared(items, num_before)]
+        check_count("tools", declared, TOOLS_MAX)
+        callable_tools = CallableTools.of(declared)
+        tools, choice = callable_tools.choose(self.tool_choice)
+        self.ignore(*callable_tools.left_out)
         self._report_ignored()
         text = self.text or TextOptions()
         return self.to_chat(
             messages,
-            tools,
+            [*tools],
             choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=None if text.format is None else text.format.to_chat(),
@@ -240,24 +220,18 @@ class ResponseBody(SharedFields):
     def _items(self) -> list[InputItem]:
         return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
-    def _tool_choice(self, tools: list[Tool]) -> tuple[list[Tool], ToolChoice | None]:
-        """Returns the functions that may be called, and the choice among them. Raises InvalidRequest."""
-        choice = self.tool_choice
-        if not isinstance(choice, ChosenTool):
-            return tools, choice
-        if choice.type == "function":
-            if choice.name is None:
-                raise InvalidRequest("tool_choice.name", "tool_choice.name is required for its type function")
-            return tools, NamedToolChoice(type="function", function=FunctionRef(name=choice.name))
-        allowed = [each.get("name") for each in choice.tools or ()]
-        known = {tool.function.name for tool in tools}
-        if not allowed or not all(isinstance(name, str) and name in known for name in allowed):
-            raise InvalidRequest("tool_choice.tools", "tool_choice.tools needs names of functions among the tools")
-        return [tool for tool in tools if tool.function.name in allowed], choice.mode
+    def _declared(
+        self, items: Sequence[InputItem], num_before: int = 0
+    ) -> Iterator[tuple[str, FunctionTool | HostedTool]]:
+        """Yields the tools with their places: those of the request, and those that came as items of its input."""
+        yield from ((f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ()))
+        for index, item in enumerate(items, -num_before):
+            yield from ((f"input[{index}].tools[{place}]", tool) for place, tool in enumerate(item.tools or ()))
 
     def _report_ignored(self) -> None:
         self.ignore(*ignored_in(self._items()))
-        unknown = dict.fromkeys(name for tool in self.tools or () for name in tool.unknown)
+        functions = [tool for _, tool in self._declared(self._items()) if isinstance(tool, FunctionTool)]
+        unknown = dict.fromkeys(name for tool in functions for name in tool.unknown)
         self.ignore(*(f"tools[].{name}" for name in unknown))
         if self.truncation == "auto":
             self.ignore("truncation")

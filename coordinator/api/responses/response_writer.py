@@ -147,7 +147,7 @@ class ResponsesWriter(SingleAnswer):
             "temperature": sampling.temperature,
             "text": {"format": _NO_FORMAT, **text},
             "tool_choice": sent.get("tool_choice", "auto"),
-            "tools": sent.get("tools") or [],
+            "tools": [tool for tool in sent.get("tools") or [] if tool["type"] == "function"],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",

@@ -72,7 +72,8 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """The parameters that were sent and not used, as paths without indices, each once."""
+        """The parameters that were sent and not used, as paths without indices, and tools that are left out, with
+        theirs; each once."""
         return self._ignored
 
     def ignore(self, *names: str) -> None:

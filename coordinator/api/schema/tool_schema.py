@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
@@ -44,6 +44,27 @@ class Tool(LenientBody):
     def ignored_names(self) -> tuple[str, ...]:
         """Fields that are not used, as paths within the tool."""
         return (*self.unknown, *(f"function.{name}" for name in self.function.unknown))
+
+
+class LeftOutTool(LenientBody):
+    """A tool that cannot be called here. Nothing of it is read but what names it."""
+
+    type: str
+    name: str | None = Field(default=None, description="names it in the response's header")
+
+    def named(self, where: str) -> str:
+        """Names the tool for the header and for errors, as `tools[2] (custom apply_patch)`."""
+        return f"{where} ({self.type} {self.name})" if self.name else f"{where} ({self.type})"
+
+
+def served_types(*types: str | None, served: str, other: str) -> Callable[[Any], str]:
+    """Tells tools of these types from others, as a discriminator between models with these tags."""
+
+    def tag(tool: Any) -> str:
+        kind = tool.get("type", types[0]) if isinstance(tool, dict) else getattr(tool, "type", types[0])
+        return other if isinstance(kind, str) and kind not in types else served
+
+    return tag
 
 
 class FunctionRef(Body):

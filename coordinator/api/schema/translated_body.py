@@ -24,6 +24,7 @@ from coordinator.intake.generation_request import (
     PRIORITY_MAX,
     REQUEST_ID_CHARS_MAX,
     GenerationInput,
+    PromptLimit,
 )
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import BOUNDS, UINT32_MAX, Bounds
@@ -63,6 +64,11 @@ class SharedFields(Body):
     slo: ServiceLevelObjective | None = Field(default=None, description="times that the request aims at")
 
     @property
+    def prompt_limit(self) -> PromptLimit | None:
+        """The longest prompt that this API's edits of the conversation leave as it is. Raises InvalidRequest."""
+        return None
+
+    @property
     def max_output(self) -> int | None:
         """Most tokens of the output; None for the rest of the context."""
         return None
@@ -89,7 +95,8 @@ def translated(body: SharedFields, translate: Callable[[], ChatBody], request_id
         (asked,) = translate().to_inputs(body.request_id or request_id)
         if body.max_output is not None:
             OUTPUT_TOKENS_BOUNDS.check("max_tokens", body.max_output)
-    return replace(asked, max_tokens=body.max_output)
+        limit = body.prompt_limit
+    return replace(asked, max_tokens=body.max_output, prompt_limit=limit, merges_system=True)
 
 
 @contextmanager

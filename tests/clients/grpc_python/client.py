@@ -90,7 +90,7 @@ def _() -> None:
 
 @check("Generate: bad values are refused with the name of the field")
 def _() -> None:
-    equal(code_of(sampling=common_pb2.SamplingParams(top_p=0)), grpc.StatusCode.INVALID_ARGUMENT)
+    equal(code_of(sampling=common_pb2.SamplingParams(top_p=1.5)), grpc.StatusCode.INVALID_ARGUMENT)
     equal(code_of(model="no-such-model"), grpc.StatusCode.NOT_FOUND)
     try:
         generated(sampling=common_pb2.SamplingParams(temperature=-1))

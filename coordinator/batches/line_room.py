@@ -76,10 +76,12 @@ class LineRoom:
         return self._num_of_tenant[batch.tenant], self._num_of_batch[batch.batch_id]
 
     def _count(self, turn: Turn, num: int) -> None:
-        for counter, key in ((self._num_of_tenant, turn.batch.tenant), (self._num_of_batch, turn.batch.batch_id)):
-            counter[key] += num
-            if not counter[key]:
-                del counter[key]
+        self._num_of_tenant[turn.batch.tenant] += num
+        self._num_of_batch[turn.batch.batch_id] += num
+        if not self._num_of_batch[turn.batch.batch_id]:
+            del self._num_of_batch[turn.batch.batch_id]
+        if not self._num_of_tenant[turn.batch.tenant]:
+            del self._num_of_tenant[turn.batch.tenant]
 
     def to_claim(self, batches: Sequence[Batch], num_claimed: Callable[[Batch], int]) -> Iterator[tuple[Batch, int]]:
         """Yields the batches that may claim lines, each with the sequences that these should have.

@@ -283,7 +283,7 @@ class GenerationService:
 
         Those in the background have a limit of their own: no other request is refused for them."""
         environment, num = self.environment, spec.num_candidates
-        active = self._background if spec.is_background else self._active
+        active = self._sequences_beside(spec)
         excess = active.excess(spec.model, num, self.catalog.names)
         if excess > 0:
             newcomer = Ticket(spec.request.priority, spec.request.tenant)
@@ -307,7 +307,11 @@ class GenerationService:
             raise
 
     def _leave(self, spec: GenerationSpec) -> None:
-        (self._background if spec.is_background else self._active).remove(spec.model, spec.num_candidates)
+        self._sequences_beside(spec).remove(spec.model, spec.num_candidates)
+
+    def _sequences_beside(self, spec: GenerationSpec) -> ActiveSequences:
+        """The sequences that share a limit with those of a request."""
+        return self._background if spec.is_background else self._active
 
     def _observed(
         self, spec: GenerationSpec, items: AsyncGenerator[ChoiceOutput | RequestFinished], *, is_resumed: bool

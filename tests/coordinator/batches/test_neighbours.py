@@ -1,4 +1,4 @@
-"""What a batch costs others: ordinary requests, other tenants' batches, the event loop and the storage."""
+"""A batch costs others little: ordinary requests, other tenants' batches, the event loop and the storage."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ class TestHalvesOfCharacters:
         assert read_line(line("\U0001f600")).custom_id == "\U0001f600"
 
     def test_come_back_as_they_were(self) -> None:
-        """Of a batch that an earlier version has checked."""
+        """An earlier version may have checked the batch."""
         ids = ["\ud800", "\udc00"]
         found = [json.loads(result_line("batch_1", 0, each, LineResult(200, "r", {}))) for each in ids]
         assert [each["custom_id"] for each in found] == ids

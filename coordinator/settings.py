@@ -115,7 +115,8 @@ class CoordinatorSettings:
     )  # fmt: skip
     requests_max: int = setting(
         512, "most requests at once per replica, those that wait included; one of n (best_of) sequences counts n; "
-        "half of them are kept for all served models in equal parts, so that no model can take all of them",
+        "half of them are kept for all served models in equal parts, so that no model can take all of them. Lines of "
+        "batches have a limit of their own, half as high",
         CAPACITY, "requests", flag="--max-requests", at_least=1,
     )  # fmt: skip
     queue_wait_max_s: float = setting(

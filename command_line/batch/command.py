@@ -144,7 +144,9 @@ def _run_pieces(options: RunOptions, url: str) -> int:
     _print(f"{totals['num_completed']} answers, {totals['num_failed']} requests without an answer")
     if totals["num_lost"]:
         raise ApiError(f"{totals['num_lost']} batches did not run; the same command tries these again")
-    return _SOME_FAILED if totals["num_failed"] else 0
+    if totals["num_left"]:
+        _print(f"{totals['num_left']} more requests did not run in time; the same command runs these")
+    return _SOME_FAILED if totals["num_failed"] or totals["num_left"] else 0
 
 
 async def _finish(client: BatchClient, ended: dict[str, Any], output: Path) -> int:

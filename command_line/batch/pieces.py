@@ -6,7 +6,8 @@ run of the same files finds the batches of the first by their content.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
@@ -60,6 +61,12 @@ def batches_of(lines: Iterator[bytes], lines_max: int = LINES_MAX) -> Iterator[l
             batch = []
     if batch:
         yield batch
+
+
+def left_of(lines: Sequence[bytes], answers: Iterable[bytes]) -> list[bytes]:
+    """The lines that have no answer among these, by their `custom_id`; all without answers."""
+    answered = {json.loads(answer)["custom_id"] for answer in answers}
+    return [line for line in lines if json.loads(line)["custom_id"] not in answered] if answered else list(lines)
 
 
 def _read_line(file: BinaryIO, place: int) -> bytes:

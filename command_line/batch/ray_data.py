@@ -1,7 +1,8 @@
 """Runs files of any size with Ray Data: cuts them into pieces, of which each becomes a batch of the server.
 
 Ray Data spreads the pieces over its cluster and runs a piece again whose process was lost. A piece is found again by
-its content, in the output folder and among the server's batches, so a repetition computes nothing twice.
+its content, in the output folder and among the server's batches, so a repetition computes nothing twice. Where a
+batch's time was up, what it had answered is kept as a partial output, and a repetition runs the other lines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import httpx
 from command_line.batch.client import BatchClient, RequestFile
 from command_line.batch.follow import follow
 from command_line.batch.options import RunOptions
-from command_line.batch.pieces import Piece, batches_of, cut, lines_of
+from command_line.batch.pieces import Piece, batches_of, cut, left_of, lines_of
 from command_line.progress import Progress
 from outrider.errors import ConfigurationError, OutriderError
 
@@ -34,6 +35,46 @@ if TYPE_CHECKING:
 _CPUS: Final = 0.1  # of a piece, which mostly waits for the server
 _PIECES_MAX: Final = 100_000
 _INSTALL: Final = "--ray needs Ray Data: pip install 'outrider[ray-data]'"
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFiles:
+    """The files of one batch in the output folder: `output`, `errors`, and `partial` while lines are left."""
+
+    system: FileSystem
+    base: str  # their common path
+
+    def has(self, name: str) -> bool:
+        """Whether a file is there."""
+        return bool(self.system.get_file_info(self._path(name)).is_file)
+
+    def lines(self, name: str) -> list[bytes]:
+        """The lines of a file, each with its newline; none without a file."""
+        if not self.has(name):
+            return []
+        with self.system.open_input_file(self._path(name)) as opened:
+            return list(io.BufferedReader(opened, 1 << 20))
+
+    def num_lines(self, name: str) -> int:
+        """The number of a file's lines."""
+        return len(self.lines(name))
+
+    def put(self, name: str, source: Path) -> None:
+        """Copies a file here; it is there as a whole or not at all."""
+        target = self._path(name)
+        self.system.create_dir(str(Path(target).parent), recursive=True)
+        temporary = f"{target}.part"
+        with source.open("rb") as opened, self.system.open_output_stream(temporary) as stream:
+            shutil.copyfileobj(opened, stream, 1 << 20)
+        self.system.move(temporary, target)
+
+    def delete(self, name: str) -> None:
+        """Deletes a file, if it is there."""
+        if self.has(name):
+            self.system.delete_file(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self.base}.{name}.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +101,40 @@ class PieceRunner:
         with tempfile.TemporaryDirectory(prefix="outrider-batch-") as folder:
             path = Path(folder, f"{Path(piece.path).stem}.{piece.start:012d}.{number}.jsonl")
             path.write_bytes(b"".join(lines))
-            file = RequestFile.read(path)
             system, output = _open(self.output)
-            target = f"{output}/{path.stem}.{file.digest[:12]}"
-            if system.get_file_info(f"{target}.output.jsonl").is_file:
-                return _outcome(piece, "done before", num_completed=len(lines))
-            batch = asyncio.run(self._answers(file, Path(folder)))
+            files = PieceFiles(system, f"{output}/{path.stem}.{RequestFile.read(path).digest[:12]}")
+            if files.has("output"):
+                num_failed = files.num_lines("errors")
+                return _outcome(piece, "done before", num_completed=len(lines) - num_failed, num_failed=num_failed)
+            before = files.lines("partial")
+            path.write_bytes(b"".join(left_of(lines, before)))
+            batch = asyncio.run(self._answers(RequestFile.read(path), Path(folder)))
             if batch["status"] == "failed":
                 error = batch["errors"]["data"][0]
                 return _outcome(piece, "refused", f"its line {error['line']}: {error['message']}")
             if batch["status"] == "cancelled":
                 return _outcome(piece, "cancelled", f"batch {batch['id']} was cancelled")
-            # The answers come last: where they are, all is there.
-            for name in ("errors", "output"):
-                if Path(folder, name).exists():
-                    _put(system, Path(folder, name), f"{target}.{name}.jsonl")
+            answers = Path(folder, "output")
+            with answers.open("ab") as file:
+                file.writelines(before)
+            counts, usage = batch["request_counts"], batch["usage"]
+            tokens = {f"num_{name}": usage[name] for name in ("input_tokens", "output_tokens")}
+            if batch["status"] == "expired":
+                files.put("partial", answers)
+                num_left = len(lines) - len(before) - counts["completed"]
+                message = f"the time of batch {batch['id']} was up; {num_left} of {len(lines)} lines have no answer"
+                sums = {"num_completed": counts["completed"] + len(before), "num_left": num_left}
+                outcome = _outcome(piece, "expired", message, **sums, **tokens)
+            else:
+                # The answers come last: where they are, all is there.
+                if Path(folder, "errors").exists():
+                    files.put("errors", Path(folder, "errors"))
+                files.put("output", answers)
+                files.delete("partial")
+                sums = {"num_completed": counts["completed"] + len(before), "num_failed": counts["failed"]}
+                outcome = _outcome(piece, batch["status"], **sums, **tokens)
         asyncio.run(self._delete(batch))
-        counts, usage = batch["request_counts"], batch["usage"]
-        return _outcome(
-            piece,
-            batch["status"],
-            num_completed=counts["completed"],
-            num_failed=counts["failed"],
-            num_input_tokens=usage["input_tokens"],
-            num_output_tokens=usage["output_tokens"],
-        )
+        return outcome
 
     async def _answers(self, file: RequestFile, folder: Path) -> dict[str, Any]:
         """Runs a batch, or finds that of an earlier run, and downloads its results; returns it."""
@@ -130,7 +180,7 @@ def run_pieces(options: RunOptions, url: str, progress: Progress) -> Counter[str
         for number, outcome in enumerate(ran.iter_rows(), 1):
             totals.update({name: value for name, value in outcome.items() if name.startswith("num_")})
             where = f"{outcome['path']} from byte {outcome['start']}"
-            if outcome["num_lost"]:
+            if outcome["message"]:
                 progress.warn(f"{where}: {outcome['status']}: {outcome['message']}")
             else:
                 told = f"{outcome['num_completed']} answers, {outcome['num_failed']} failed"
@@ -193,15 +243,6 @@ def _batches(source: str, piece: Piece) -> Iterator[list[bytes]]:
         yield from batches_of(lines_of(file, piece))
 
 
-def _put(system: FileSystem, source: Path, target: str) -> None:
-    """Copies a file to a file system; it is there as a whole or not at all."""
-    system.create_dir(str(Path(target).parent), recursive=True)
-    temporary = f"{target}.part"
-    with source.open("rb") as opened, system.open_output_stream(temporary) as stream:
-        shutil.copyfileobj(opened, stream, 1 << 20)
-    system.move(temporary, target)
-
-
 def _uri(place: str) -> str:
     return place.rstrip("/") if "://" in place else Path(place).resolve().as_uri()
 
@@ -217,6 +258,6 @@ def _open(uri: str) -> tuple[FileSystem, str]:
 
 
 def _outcome(piece: Piece, status: str, message: str = "", **sums: int) -> dict[str, Any]:
-    names = ("num_completed", "num_failed", "num_input_tokens", "num_output_tokens")
-    told = {"status": status, "message": message, "num_lost": int(bool(message))}
+    names = ("num_completed", "num_failed", "num_left", "num_input_tokens", "num_output_tokens")
+    told = {"status": status, "message": message, "num_lost": int(bool(message) and status != "expired")}
     return asdict(piece) | told | {name: sums.get(name, 0) for name in names}

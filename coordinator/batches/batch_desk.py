@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
@@ -47,7 +46,7 @@ class BatchDesk:
         file = await self.files.get(caller.tenant, input_file_id, "input_file_id")
         if file.purpose != PURPOSE:
             raise InvalidRequest("input_file_id", f"the file's purpose is {file.purpose}; it must be {PURPOSE}")
-        now_s = int(time.time())
+        now_s = int(await self.journal.now_s())
         batch = Batch(
             batch_id=f"batch_{uuid.uuid4().hex}",
             tenant=caller.tenant,

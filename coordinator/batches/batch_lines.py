@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.batches.batch import LineCounts
+from coordinator.intake.json_size import check_json_size
 from outrider.errors import InvalidRequest
 
 LINES_MAX: Final = 50_000
@@ -24,6 +25,8 @@ CUSTOM_ID_CHARS_MAX: Final = 512
 _OUTPUT: Final = b"o"
 _ERROR: Final = b"e"
 _FIELDS: Final = ("custom_id", "method", "url", "body")
+_PARAMETER_CHARS_MAX: Final = 100
+_MESSAGE_CHARS_MAX: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +66,24 @@ class LineResult:
 
 
 def read_line(raw: bytes) -> BatchLine:
-    """Reads one line. Raises InvalidRequest that names the field."""
+    """Reads one line. Raises InvalidRequest that names the field.
+
+    The longest line takes 0.1 s, so call this in a thread for one that is not short.
+    """
     if len(raw) > LINE_BYTES_MAX:
         raise InvalidRequest(None, f"the line has {len(raw)} bytes; permitted: {LINE_BYTES_MAX}")
+    check_json_size(raw, None, "the line")
     try:
         content = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode())
         if not isinstance(content, dict):
             raise InvalidRequest(None, "the line must be a JSON object")
+        if b"\\ud" in raw.lower():
+            _check_surrogates(content)
         body = json.dumps(content.get("body"), ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deeply, an unpaired surrogate
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deeply
         raise InvalidRequest(None, f"the line is not valid JSON: {error}") from error
     if unknown := [name for name in content if name not in _FIELDS]:
-        raise InvalidRequest(unknown[0], f"unknown field {unknown[0]!r}; a line has {', '.join(_FIELDS)}")
+        raise InvalidRequest(unknown[0], f"unknown field {unknown[0][:100]!r}; a line has {', '.join(_FIELDS)}")
     custom_id, url = content.get("custom_id"), content.get("url")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= CUSTOM_ID_CHARS_MAX:
         raise InvalidRequest("custom_id", f"custom_id must be a text of 1 to {CUSTOM_ID_CHARS_MAX} characters")
@@ -85,6 +94,20 @@ def read_line(raw: bytes) -> BatchLine:
     if not isinstance(content.get("body"), dict):
         raise InvalidRequest("body", "body must be a JSON object, the body of one request")
     return BatchLine(custom_id, url, body)
+
+
+def _check_surrogates(content: Mapping[str, Any]) -> None:
+    """Refuses a text with half of a character, which JSON can escape and UTF-8 cannot hold. Raises InvalidRequest."""
+    for name, value in content.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            field = name if name in _FIELDS else None
+            raise InvalidRequest(
+                field,
+                f"{field or 'the name or the value of a field'} has an unpaired surrogate "
+                f"(\\u{ord(error.object[error.start]):04x}), half of a character: send the whole character, or none",
+            ) from error
 
 
 def result_line(batch_id: str, line: int, custom_id: str, result: LineResult) -> bytes:
@@ -100,7 +123,10 @@ def result_line(batch_id: str, line: int, custom_id: str, result: LineResult) ->
         "response": response,
         "error": error,
     }
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    try:
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # an unpaired surrogate, which JSON can escape
+        return json.dumps(content, separators=(",", ":")).encode()
 
 
 def part_line(line: bytes, *, is_error: bool) -> bytes:
@@ -151,5 +177,11 @@ def never_ran(code: str, message: str) -> LineResult:
 
 
 def told_error(parameter: str | None, code: str, message: str, line: int | None) -> Mapping[str, Any]:
-    """An error of the check of a file, in OpenAI's form; lines are counted from 1."""
-    return {"code": code, "message": message, "param": parameter, "line": line}
+    """An error of the check of a file, in OpenAI's form; lines are counted from 1. What it quotes is cut: it may be as
+    long as a line."""
+    return {
+        "code": code,
+        "message": message[:_MESSAGE_CHARS_MAX],
+        "param": None if parameter is None else parameter[:_PARAMETER_CHARS_MAX],
+        "line": line,
+    }

@@ -87,8 +87,12 @@ class ResultCollector:
             part.since_s = -math.inf
 
     def drop(self, batch_id: str) -> None:
-        """Forgets the results of a batch that takes no more."""
-        self._parts.pop(batch_id, None)
+        """Forgets the results of a batch that takes no more. What is stored already is committed or deleted later: a
+        commit may have been made whose answer is lost."""
+        parts = self._parts.get(batch_id, [])
+        parts[:] = [part for part in parts if part.name]
+        if not parts:
+            self._parts.pop(batch_id, None)
 
     async def keep(self) -> None:
         """Stores parts when they are full or old enough; runs until it is cancelled."""

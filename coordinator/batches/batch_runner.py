@@ -1,9 +1,9 @@
 """The loop of one replica that runs batches' lines in spare capacity.
 
-Every replica has one. It claims as many lines as there is room for, shared evenly by the batches that run, and renews
-their leases. Half of the room is kept for all batches in equal parts, in addition to what others have taken. Results
-gather for a moment, are stored as a part, and then committed. If this process dies, others run its lines again once
-their leases end; a result that was not committed is lost, and one that was is not repeated.
+Every replica has one. It claims as many lines as there is room for their sequences, renews their leases, and runs them
+in the turn that `line_room` gives them. Results gather for a moment, are stored as a part, and then committed. If this
+process dies, others run its lines again once their leases end; a result that was not committed is lost, and one that
+was is not repeated.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 import uuid
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, Self
@@ -24,6 +24,7 @@ from coordinator.batches.batch_lines import LineIndex, LineResult, never_ran, re
 from coordinator.batches.batch_results import ResultCollector
 from coordinator.batches.batch_tasks import BatchTasks
 from coordinator.batches.line_journal import Claim, Fenced
+from coordinator.batches.line_room import LineRoom, Turn
 from coordinator.batches.validation import CheckBody
 from coordinator.observability.metrics import CoordinatorMetrics
 from outrider.concurrency.background import end_tasks, keep_going
@@ -44,6 +45,10 @@ WAIT_MAX_S: Final = 10.0
 """Longest pause before a line that found no room is tried again."""
 
 
+Hold = Callable[[int], AbstractAsyncContextManager[None]]
+"""Waits for room for so many sequences, which is held inside the context."""
+
+
 class LineService(Protocol):
     """The service that runs lines, as the API's calls do."""
 
@@ -52,10 +57,10 @@ class LineService(Protocol):
         """Checks the body of a line before anything of its batch runs."""
 
     def room(self) -> int:
-        """How many lines this replica may have at once, now."""
+        """How many sequences of lines this replica may have at once, now."""
 
-    async def run(self, batch: Batch, url: str, body: bytes, request_id: str) -> LineResult:
-        """Runs a request. Raises OutriderError."""
+    async def run(self, batch: Batch, url: str, body: bytes, request_id: str, hold: Hold) -> LineResult:
+        """Runs a request, holding room for its sequences. Raises OutriderError."""
 
     def failure(self, error: Exception, request_id: str) -> LineResult:
         """The result of a request that failed for good."""
@@ -70,6 +75,20 @@ class _Book:
     index: LineIndex
     claims: dict[int, Claim] = field(default_factory=dict)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    num_sequences: dict[int, int] = field(default_factory=dict)  # of lines that have been read, and have tasks
+    expected: float = 1.0  # sequences of a line that has not been read
+
+    def note(self, line: int, num: int) -> None:
+        """Records how many sequences a line has."""
+        if line not in self.num_sequences:
+            self.num_sequences[line] = num
+            self.expected += (num - self.expected) / 8
+
+    @property
+    def num_claimed(self) -> int:
+        """Sequences of the lines that have tasks."""
+        known = sum(self.num_sequences.values())
+        return known + math.ceil((len(self.tasks) - len(self.num_sequences)) * self.expected)
 
 
 def pause_before_retry_s(error: OutriderError, num_failures: int) -> float | None:
@@ -95,6 +114,7 @@ class BatchRunner:
         self._metrics = metrics or CoordinatorMetrics()
         self._poll_s = poll_s
         self._books: dict[str, _Book] = {}
+        self._room = LineRoom()
         self._has_room = asyncio.Event()
         self._batch_tasks = BatchTasks(desk, lines, uuid.uuid4().hex)
         self._results = ResultCollector(desk, self._end_lines)
@@ -130,9 +150,9 @@ class BatchRunner:
         """Lines that this replica runs; those whose results wait to be committed are not among them."""
         return sum(len(book.tasks) for book in self._books.values())
 
-    def _num_running_of(self, batch: Batch) -> int:
+    def _num_claimed(self, batch: Batch) -> int:
         book = self._books.get(batch.batch_id)
-        return 0 if book is None else len(book.tasks)
+        return 0 if book is None else book.num_claimed
 
     async def _keep(self) -> None:
         while True:
@@ -150,7 +170,7 @@ class BatchRunner:
 
     async def _round(self) -> None:
         """Looks at every batch once, and claims lines of those that run."""
-        active = await self._journal.active()
+        active, now_s = await self._journal.active(), await self._journal.now_s()
         for batch_id in self._books.keys() - set(active):
             self._drop(batch_id)
         batches = []
@@ -158,24 +178,19 @@ class BatchRunner:
             batch = await self._journal.get(batch_id)
             if batch is None:
                 await self._journal.retire(batch_id, None)
-            elif await self._move_on(batch):
+            elif await self._move_on(batch, now_s):
                 batches.append(batch)
         self._metrics.batches_degraded.set(0)
         self._metrics.batches_open.set(len(active))
         self._metrics.batch_lines_left.set(sum(batch.num_lines - batch.counts.num_ended for batch in batches))
-        total = 0 if self._results.is_full else self._lines.room()
-        room = total - self.num_running
-        for number, batch in enumerate(batches):
-            share = math.ceil(max(room, 0) / (len(batches) - number))
-            # A batch whose lines wait for a target must not take up the room of those of other models.
-            kept = math.ceil(total / 2 / len(batches)) - self._num_running_of(batch)
-            if (num := max(share, kept)) > 0:
-                room -= await self._claim(batch, num)
+        self._room.resize(0 if self._results.is_full else self._lines.room())
+        for batch, num in self._room.to_claim(batches, self._num_claimed):
+            await self._claim(batch, num)
 
-    async def _move_on(self, batch: Batch) -> bool:
+    async def _move_on(self, batch: Batch, now_s: float) -> bool:
         """Takes a batch a step further; returns whether lines of it may run."""
         if batch.state is BatchState.IN_PROGRESS:
-            is_overdue = time.time() >= batch.expires_at
+            is_overdue = now_s >= batch.expires_at
             if not is_overdue and not batch.has_ended_lines_only:
                 return True
             fields: dict[str, str | int] = {} if batch.has_ended_lines_only else {"is_overdue": 1}
@@ -186,14 +201,15 @@ class BatchRunner:
         self._batch_tasks.begin(batch)
         return False
 
-    async def _claim(self, batch: Batch, num: int) -> int:
-        """Claims and starts up to `num` lines; returns how many."""
+    async def _claim(self, batch: Batch, num_sequences: int) -> None:
+        """Claims lines of about so many sequences, at least one, and lets them run in their turn."""
         book = self._books.get(batch.batch_id)
         if book is None:
             index = await self._read_index(batch)
             if index is None:
-                return 0
+                return
             book = self._books[batch.batch_id] = _Book(batch, index)
+        num = math.ceil(num_sequences / book.expected)
         claims = await self._journal.claim(batch.batch_id, uuid.uuid4().hex, num)
         for claim in claims:
             if (old := book.tasks.get(claim.line)) is not None:  # this replica had lost it, and has it again
@@ -204,7 +220,6 @@ class BatchRunner:
             book.tasks[claim.line] = task
             self._metrics.batch_lines_running.inc()
             task.add_done_callback(partial(self._forget_task, book, claim.line))
-        return len(claims)
 
     async def _read_index(self, batch: Batch) -> LineIndex | None:
         try:
@@ -216,24 +231,27 @@ class BatchRunner:
 
     async def _run(self, book: _Book, claim: Claim) -> None:
         """Runs one line and hands in its result."""
-        custom_id, result = await self._answer(book.batch, book.index, claim)
+        custom_id, result = await self._answer(book, claim)
         if book.claims.get(claim.line) is claim:
             self._results.add(book.batch, claim, custom_id, result)
 
-    async def _answer(self, batch: Batch, index: LineIndex, claim: Claim) -> tuple[str, LineResult]:
+    async def _answer(self, book: _Book, claim: Claim) -> tuple[str, LineResult]:
         """Runs a line until it has a result; returns its `custom_id`, too."""
+        batch, index = book.batch, book.index
         request_id = f"{batch.batch_id}-{claim.line}"
         start, end = index.starts[claim.line], index.ends[claim.line]
+        hold = partial(self._hold, book, claim)
         num_failures = 0
         custom_id = ""
         while True:
             try:
-                line = read_line(await self._files.store.read(batch.input_content, start, end))
+                raw = await self._files.store.read(batch.input_content, start, end)
+                line = await asyncio.to_thread(read_line, raw)
                 custom_id = line.custom_id
                 if claim.num_attempts > ATTEMPTS_MAX:
                     message = f"{ATTEMPTS_MAX} processes in turn ended while they had this request"
                     return custom_id, never_ran("request_lost", message)
-                return custom_id, await self._lines.run(batch, line.url, line.body, request_id)
+                return custom_id, await self._lines.run(batch, line.url, line.body, request_id, hold)
             except OutriderError as error:
                 num_failures += isinstance(error, WorkerLost | WorkerFailed)
                 pause_s = pause_before_retry_s(error, num_failures)
@@ -243,10 +261,25 @@ class BatchRunner:
             except Exception as error:  # a bug of ours must not run the line for ever
                 return custom_id, self._lines.failure(error, request_id)
 
+    @asynccontextmanager
+    async def _hold(self, book: _Book, claim: Claim, num_sequences: int) -> AsyncIterator[None]:
+        """Waits for a line's turn, and holds its room. A line that waits to be tried again holds none."""
+        if book.claims.get(claim.line) is claim:
+            book.note(claim.line, num_sequences)
+        may_begin = asyncio.Event()
+        turn = Turn(book.batch, num_sequences, may_begin.set)
+        self._room.ask(turn)
+        try:
+            await may_begin.wait()
+            yield
+        finally:
+            self._room.leave(turn)
+
     def _forget_task(self, book: _Book, line: int, done: asyncio.Task[None]) -> None:
         self._metrics.batch_lines_running.dec()
         if book.tasks.get(line) is done:
             del book.tasks[line]
+            book.num_sequences.pop(line, None)
         if not book.tasks:
             self._results.hurry(book.batch.batch_id)
         self._has_room.set()

@@ -1,7 +1,8 @@
 """The beginning and the end of a batch: its file is checked, and its output is written. One process at a time does it.
 
 Both may be repeated from the start: a process that dies has changed nothing that another would not write again. Output
-files have ids that follow from the batch's, so a repetition writes the same files.
+files have ids that follow from the batch's, so a repetition writes the same files. What is written and then not needed,
+because the batch has been cancelled meanwhile, or belongs to another process now, is deleted at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -37,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 TASKS_MAX: Final = 2
 """Checks and finalizations that a replica does at once."""
+SLICE_S: Final = 0.002
+"""After so long a check leaves the interpreter to others for as long; one long line takes longer, up to 0.3 s."""
 
 
 class Checker(Protocol):
@@ -54,13 +57,16 @@ class BatchTasks:
         self._journal, self._files = desk.journal, desk.files
         self._lines = lines
         self._fence = fence
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, tuple[BatchState, asyncio.Task[None]]] = {}
 
     def begin(self, batch: Batch) -> None:
         """Begins what a batch in its state needs, unless this replica has enough to do."""
-        if batch.batch_id in self._tasks or len(self._tasks) >= TASKS_MAX:
+        state, task = self._tasks.get(batch.batch_id, (batch.state, None))
+        if task is not None and state is not batch.state:  # cancelled while its file was checked
+            task.cancel()
+        if task is not None or len(self._tasks) >= TASKS_MAX:
             return
-        works: dict[BatchState, Callable[[Batch], Coroutine[Any, Any, None]]] = {
+        works: Mapping[BatchState, Callable[[Batch], Coroutine[Any, Any, None]]] = {
             BatchState.VALIDATING: self._check,
             BatchState.FINALIZING: self._finalize,
             BatchState.CANCELLING: self._finalize,
@@ -69,23 +75,23 @@ class BatchTasks:
         if work is None:
             return
         task = asyncio.create_task(self._hold(batch, work), name=f"{batch.state} {batch.batch_id}")
-        self._tasks[batch.batch_id] = task
+        self._tasks[batch.batch_id] = batch.state, task
         task.add_done_callback(lambda _: self._tasks.pop(batch.batch_id, None))
 
     async def close(self) -> None:
         """Ends what is under way; another process begins it again."""
-        await end_tasks(*self._tasks.values())
+        await end_tasks(*(task for _, task in self._tasks.values()))
 
     async def _hold(self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:
         """Does the work while this process has the batch's task."""
         working: asyncio.Task[None] | None = None
         try:
-            if not await self._journal.take_task(batch.batch_id, self._fence):
+            if not await self._journal.take_task(batch.batch_id, self._fence, batch.state):
                 return
             working = asyncio.create_task(work(batch))
             while not working.done():
                 await asyncio.wait((working,), timeout=self._journal.lease_s / 3)
-                if not working.done() and not await self._journal.take_task(batch.batch_id, self._fence):
+                if not working.done() and not await self._journal.take_task(batch.batch_id, self._fence, batch.state):
                     return
             working.result()
         except Fenced as error:
@@ -102,27 +108,51 @@ class BatchTasks:
     async def _check(self, batch: Batch) -> None:
         """Checks every line, and keeps a copy of the file, which its owner may delete."""
         move = partial(self._journal.move, batch.batch_id, fence=self._fence)
-        if time.time() >= batch.expires_at:
+        if await self._journal.now_s() >= batch.expires_at:
             error = told_error(None, "batch_expired", "its time was up before its file was checked", None)
             await move(BatchState.FAILED, {"errors": json.dumps([error])})
             return
-        check = FileCheck(batch.endpoint, self._lines.check_body)
         copy, index = self._name(batch, "input"), self._name(batch, "index")
+        is_kept = False
         try:
-            file = await self._files.get(batch.tenant, batch.input_file_id)
+            check = FileCheck(batch.endpoint, self._lines.check_body)
+            found = await self._copy(batch, copy, check)
+            if check.errors:
+                await move(BatchState.FAILED, {"errors": json.dumps(check.errors)})
+                return
+            await self._files.announce(index)
+            await self._files.store.write(index, one_piece(found.to_bytes()))
             for name in (copy, index):
                 await self._files.announce(name, batch.expires_at + KEPT_S)
+            fields: dict[str, str | int] = {"num_lines": len(found), "input_content": copy, "index_content": index}
+            is_kept = True  # unless it is certain that it is not: a change may be made whose answer is lost
+            await move(BatchState.IN_PROGRESS, fields)
+            now = await self._journal.get(batch.batch_id)
+            is_kept = now is None or now.input_content == copy  # or another process has been faster
+        except Fenced:
+            is_kept = False
+            raise
+        finally:
+            if not is_kept:
+                await self._discard(copy, index)
+
+    async def _copy(self, batch: Batch, copy: str, check: FileCheck) -> LineIndex:
+        """Copies the batch's file and checks it; returns the places of its lines."""
+        await self._files.announce(copy)
+        try:
+            file = await self._files.get(batch.tenant, batch.input_file_id)
             await self._files.store.write(copy, _checked(self._files.store.pieces(file.content), check))
         except NotFound as error:
             check.errors.append(told_error("input_file_id", "file_not_found", error.message, None))
-        found = await asyncio.to_thread(check.end)
-        if check.errors:
-            await self._files.delete_content(copy)
-            await move(BatchState.FAILED, {"errors": json.dumps(check.errors)})
-            return
-        await self._files.store.write(index, one_piece(found.to_bytes()))
-        fields: dict[str, str | int] = {"num_lines": len(found), "input_content": copy, "index_content": index}
-        await move(BatchState.IN_PROGRESS, fields)
+        return await asyncio.to_thread(check.end)
+
+    async def _discard(self, *names: str) -> None:
+        """Deletes content that nothing refers to; what cannot be deleted now is deleted when its time comes."""
+        for name in names:
+            try:
+                await self._files.delete_content(name)
+            except OutriderError as error:
+                _log.info("%s is deleted later: %s", name, error.message)
 
     async def _finalize(self, batch: Batch) -> None:
         """Writes the output and the errors, and ends the batch."""
@@ -148,24 +178,28 @@ class BatchTasks:
     async def _write(self, batch: Batch, kind: str, parts: list[str], expired: Sequence[int]) -> str | None:
         """Stores the file of the output or of the errors; returns its id, None if it would be empty."""
         name = self._name(batch, kind)
-        now_s = int(time.time())
-        expires_at = now_s + (batch.output_life_s or LIFE_S)
-        await self._files.announce(name, expires_at)
-        num_bytes = await self._files.store.write(name, self._results(batch, kind, parts, expired))
-        if not num_bytes:
-            await self._files.delete_content(name)
-            return None
-        file = StoredFile(
-            file_id=f"file-{batch.batch_id.removeprefix('batch_')}-{kind}",
-            filename=f"{batch.batch_id}_{kind}.jsonl",
-            purpose=OUTPUT_PURPOSE,
-            num_bytes=num_bytes,
-            created_at=now_s,
-            expires_at=expires_at,
-            content=name,
-        )
-        await self._files.record(batch.tenant, file)
-        return file.file_id
+        await self._files.announce(name)
+        is_kept = False
+        try:
+            num_bytes = await self._files.store.write(name, self._results(batch, kind, parts, expired))
+            if not num_bytes:
+                return None
+            now_s = int(await self._journal.now_s())
+            file = StoredFile(
+                file_id=f"file-{batch.batch_id.removeprefix('batch_')}-{kind}",
+                filename=f"{batch.batch_id}_{kind}.jsonl",
+                purpose=OUTPUT_PURPOSE,
+                num_bytes=num_bytes,
+                created_at=now_s,
+                expires_at=now_s + (batch.output_life_s or LIFE_S),
+                content=name,
+            )
+            is_kept = True  # the record may be there though its answer is lost
+            await self._files.record(batch.tenant, file)
+            return file.file_id
+        finally:
+            if not is_kept:
+                await self._discard(name)
 
     async def _results(self, batch: Batch, kind: str, parts: list[str], expired: Sequence[int]) -> AsyncIterator[bytes]:
         store = self._files.store
@@ -179,7 +213,8 @@ class BatchTasks:
         for line in expired:
             raw = await store.read(batch.input_content, index.starts[line], index.ends[line])
             result = never_ran("batch_expired", "the batch's time was up before this request had run")
-            yield result_line(batch.batch_id, line, read_line(raw).custom_id, result) + b"\n"
+            read = await asyncio.to_thread(read_line, raw)
+            yield result_line(batch.batch_id, line, read.custom_id, result) + b"\n"
 
     async def _clear(self, batch: Batch) -> None:
         """Deletes what only a batch that runs needs."""
@@ -196,6 +231,12 @@ async def _checked(pieces: AsyncIterator[bytes], check: FileCheck) -> AsyncItera
     """Passes a file on, checking it in a thread; ends early if the rest would change nothing."""
     async for piece in pieces:
         await asyncio.to_thread(check.feed, piece)
+        is_left = True
+        while is_left:
+            began_s = time.monotonic()
+            is_left = await asyncio.to_thread(check.check_some, lambda: time.monotonic() - began_s >= SLICE_S)  # noqa: B023
+            # A thread of Python takes the interpreter from the event loop, however short each turn is.
+            await asyncio.sleep(time.monotonic() - began_s)
         yield piece
         if check.is_over:
             return

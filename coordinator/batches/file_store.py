@@ -1,7 +1,10 @@
-"""Storage for the content of files, by name: the interface, and a folder that all replicas share.
+"""Storage for the content of files, by name: the interface, a folder that all replicas share, and a bucket of S3.
 
 A stored file never changes: names are new for each write. A write that breaks off leaves nothing under its name.
 Names are paths of letters, digits, `-`, `_`, `.` and `/` that this package makes; no client chooses one.
+
+The bucket, of S3 or of a server that talks its protocol, has the address `s3://BUCKET/PREFIX`; `outrider.buckets` says
+where credentials come from.
 """
 
 from __future__ import annotations
@@ -12,13 +15,18 @@ import os
 import re
 import uuid
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Final, Protocol
 
+from outrider.buckets import S3, open_bucket
 from outrider.errors import ConfigurationError, NotFound, Unavailable
 
 PIECE_BYTES: Final = 256 << 10
 """Bytes of a piece in which files are read and written."""
+S3_SCHEME: Final = f"{S3}://"
+_S3_PART_BYTES: Final = 8 << 20  # of an upload; S3 takes parts from 5 MiB
+_S3_TIMEOUT: Final = timedelta(seconds=30)  # of one call
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+(?:/[A-Za-z0-9_.-]+)*")
 
 
@@ -131,3 +139,62 @@ def _read(path: Path, start: int, end: int) -> bytes:
 
 def _failed(error: OSError) -> Unavailable:
     return Unavailable(f"the storage of batches' files fails: {error.strerror or type(error).__name__}", 10.0)
+
+
+class S3Store:
+    """Files in a bucket."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigurationError for an address without a bucket, or without the package `obstore`."""
+        bucket = open_bucket(url, f"--batch-files {url}", (S3,), _S3_TIMEOUT)
+        self._store, self._obstore, self._errors = bucket.store, bucket.obstore, bucket.errors
+
+    async def write(self, name: str, content: AsyncIterator[bytes]) -> int:
+        path, num_bytes = check_name(name), 0
+        try:
+            async with self._obstore.open_writer_async(self._store, path, buffer_size=_S3_PART_BYTES) as writer:
+                async for piece in content:
+                    await writer.write(piece)
+                    num_bytes += len(piece)
+        except BaseException as error:
+            await self._discard(path)  # closing the writer has published what had come
+            if isinstance(error, (self._errors.BaseError, OSError)):
+                raise _s3_failed(error) from error
+            raise
+        return num_bytes
+
+    async def _discard(self, path: str) -> None:
+        with contextlib.suppress(Exception):
+            await self._obstore.delete_async(self._store, path)
+
+    async def read(self, name: str, start: int, end: int) -> bytes:
+        if end <= start:
+            return b""
+        try:
+            return bytes(await self._obstore.get_range_async(self._store, check_name(name), start=start, end=end))
+        except (self._errors.NotFoundError, FileNotFoundError):
+            raise NotFound("the content of the file is gone") from None
+        except self._errors.BaseError as error:
+            raise _s3_failed(error) from error
+
+    async def pieces(self, name: str) -> AsyncIterator[bytes]:
+        try:
+            found = await self._obstore.get_async(self._store, check_name(name))
+            async for piece in found.stream(min_chunk_size=PIECE_BYTES):
+                yield bytes(piece)
+        except (self._errors.NotFoundError, FileNotFoundError):
+            raise NotFound("the content of the file is gone") from None
+        except self._errors.BaseError as error:
+            raise _s3_failed(error) from error
+
+    async def delete(self, name: str) -> None:
+        try:
+            await self._obstore.delete_async(self._store, check_name(name))
+        except (self._errors.NotFoundError, FileNotFoundError):
+            return
+        except self._errors.BaseError as error:
+            raise _s3_failed(error) from error
+
+
+def _s3_failed(error: Exception) -> Unavailable:
+    return Unavailable(f"S3 does not take the call: {str(error)[:300]}", 10.0)

@@ -5,14 +5,13 @@
     or:files:sizes:TENANT   hash: their bytes, which are limited together, and the end of their life: "BYTES MS"
     or:files:stored         sorted set: names of all stored content by when it is to be deleted
 
-Content is announced in the last one before it is written, so a process that dies leaves nothing for good. A record
-ends with its content.
+Content is announced in the last one before it is written, for a few hours, and then for as long as something refers to
+it: so a process that dies leaves little, and not for long. A record ends with its content. All times are Redis'.
 """
 
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +35,7 @@ LIFE_S: Final = 30 * 86400
 LIFE_MIN_S: Final = 3600
 LIFE_MAX_S: Final = LIFE_S
 """Bounds of `expires_after.seconds`, as at OpenAI."""
-_UPLOAD_S: Final = 6 * 3600.0  # after which the content of a broken upload is deleted
+_WRITING_S: Final = 6 * 3600.0  # after which content is deleted that nothing refers to: what wrote it has died
 _DUE_MAX: Final = 100  # deleted at once
 _STORED: Final = "or:files:stored"
 _NO_LIMIT: Final = 1 << 50
@@ -75,9 +74,9 @@ class Files:
         """Stores a client's file. Raises InvalidRequest if the tenant's files are too many or too large together."""
         file_id = f"file-{uuid.uuid4().hex}"
         name = f"files/{file_id}"
-        await self.announce(name, time.time() + _UPLOAD_S)
+        await self.announce(name)
         num_bytes = await self.store.write(name, content)
-        now_s = int(time.time())
+        now_s = int(await self._registry.now_s())
         file = StoredFile(
             file_id=file_id,
             filename=filename,
@@ -137,8 +136,11 @@ class Files:
         await self._ask(self._drop, _keys(caller.tenant, file_id), [file_id])
         await self.delete_content(file.content)
 
-    async def announce(self, name: str, until_s: float) -> None:
-        """Says that content will be stored, and when it is to be deleted, in seconds since 1970."""
+    async def announce(self, name: str, until_s: float | None = None) -> None:
+        """Says that content will be stored, and when it is to be deleted, in seconds since 1970; None: soon, unless it
+        is announced again because something refers to it."""
+        if until_s is None:
+            until_s = await self._registry.now_s() + _WRITING_S
         await self._ask(self._announce, [_STORED], [name, int(until_s * 1000)])
 
     async def delete_content(self, name: str) -> None:

@@ -6,13 +6,25 @@ from typing import Final
 
 from outrider.registry.redis_connection import CLOCK_LUA
 
+_RANK_LUA: Final = """
+local function rank(open, active)
+  for i, id in ipairs(redis.call('ZRANGE', open, 0, -1)) do
+    local created = redis.call('ZSCORE', active, id)
+    if created then redis.call('ZADD', active, (i - 1) * 1e13 + created % 1e13, id) end
+  end
+end
+"""
+# `rank` orders active batches by their number among their tenant's open ones, then by their creation: 1e13 is later
+# than any time in ms. So each tenant's first one goes before anybody's second.
+
 # KEYS: batch, the tenant's batches, its open ones, active ones. ARGV: id, life of the record in ms, most open ones,
-# then field, value, ... Returns 1, or 0 if the tenant has too many open batches.
-CREATE: Final = f"""{CLOCK_LUA}
+# most of the tenant's batches that are kept, then field, value, ... Forgets the oldest ones beyond these that are over.
+# Returns 1, or 0 if the tenant has too many open batches.
+CREATE: Final = f"""{CLOCK_LUA}{_RANK_LUA}
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
 if redis.call('ZSCORE', KEYS[3], ARGV[1]) then return 1 end
 if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[3]) then return 0 end
-redis.call('HSET', KEYS[1], unpack(ARGV, 4))
+redis.call('HSET', KEYS[1], unpack(ARGV, 5))
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[2])
 redis.call('ZADD', KEYS[2], now, ARGV[1])
@@ -20,6 +32,17 @@ redis.call('PEXPIRE', KEYS[2], ARGV[2])
 redis.call('ZADD', KEYS[3], now + ARGV[2], ARGV[1])
 redis.call('PEXPIRE', KEYS[3], ARGV[2])
 redis.call('ZADD', KEYS[4], now, ARGV[1])
+rank(KEYS[3], KEYS[4])
+local excess = redis.call('ZCARD', KEYS[2]) - ARGV[4]
+if excess > 0 then
+  for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, excess + ARGV[3] - 1)) do
+    if excess > 0 and not redis.call('ZSCORE', KEYS[3], id) then
+      redis.call('DEL', '{{or:batch:' .. id .. '}}:batch')
+      redis.call('ZREM', KEYS[2], id)
+      excess = excess - 1
+    end
+  end
+end
 return 1
 """
 
@@ -38,9 +61,10 @@ redis.call('HDEL', KEYS[1], 'task', 'task_until')
 return ARGV[2]
 """
 
-# KEYS: batch. ARGV: fence, life in ms. Takes or renews the batch's task; returns 1, or 0 if another process has it.
+# KEYS: batch. ARGV: fence, life in ms, the state that the task is for. Takes or renews the batch's task; returns 1, or
+# 0 if another process has it, or the batch has another state.
 TAKE_TASK: Final = f"""{CLOCK_LUA}
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+if redis.call('HGET', KEYS[1], 'state') ~= ARGV[3] then return 0 end
 local holder = redis.call('HGET', KEYS[1], 'task')
 if holder and holder ~= ARGV[1] and tonumber(redis.call('HGET', KEYS[1], 'task_until') or 0) > now then return 0 end
 redis.call('HSET', KEYS[1], 'task', ARGV[1], 'task_until', now + ARGV[2])
@@ -131,9 +155,10 @@ return open
 
 # KEYS: batch, active ones, the tenant's open ones, leases, owners, attempts, parts. ARGV: id. Removes what only a batch
 # that runs needs.
-RETIRE: Final = """
+RETIRE: Final = f"""{_RANK_LUA}
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('ZREM', KEYS[3], ARGV[1])
+rank(KEYS[3], KEYS[2])
 redis.call('DEL', KEYS[4], KEYS[5], KEYS[6], KEYS[7])
 return 1
 """
@@ -142,8 +167,8 @@ return 1
 READ: Final = "return redis.call('HGETALL', KEYS[1])"
 # KEYS: a list. Returns all of it.
 READ_LIST: Final = "return redis.call('LRANGE', KEYS[1], 0, -1)"
-# KEYS: a sorted set. ARGV: the most members. Returns the oldest ones.
-OLDEST: Final = "return redis.call('ZRANGE', KEYS[1], 0, ARGV[1] - 1)"
+# KEYS: a sorted set. ARGV: the most members. Returns the first ones.
+FIRST: Final = "return redis.call('ZRANGE', KEYS[1], 0, ARGV[1] - 1)"
 # KEYS: a sorted set. ARGV: a member after which to begin or '', the most members, 1 for the oldest first. Returns
 # members, or false if there is no such member.
 PAGE: Final = """

@@ -8,7 +8,8 @@
     {or:batch:ID}:parts      list: names of stored parts, each with the results of a few lines
     or:batches:of:TENANT     sorted set: a tenant's batches by their creation; TENANT is a digest
     or:batches:open:TENANT   sorted set: those of them that are not over
-    or:batches:active        sorted set: batches of all tenants that are not over
+    or:batches:active        sorted set: batches of all tenants that are not over, in the order in which they may run:
+                             each tenant's first one, by their creation, then each one's second, and so on
 
 Invariant: a line is unclaimed (`next` and above), claimed (in `owners`), or ended: its result is in exactly one of
 `parts`. A commit takes all lines of a part out of `owners` and adds the part, in one script, and only if each line has
@@ -37,8 +38,10 @@ RECORD_S: Final = 32 * 86400.0
 """Life of a batch's record in Redis: its window and the usual life of its output, and some more."""
 OPEN_MAX: Final = 64
 """Most batches of a tenant that are not over."""
+KEPT_MAX: Final = 1000
+"""Most batches of a tenant that are kept; beyond them its oldest ones that are over are forgotten."""
 ACTIVE_MAX: Final = 64
-"""Most batches that runners look at, the oldest first; the others wait."""
+"""Most batches that runners look at, in turn by tenant; the others wait."""
 _ACTIVE: Final = "or:batches:active"
 
 
@@ -68,14 +71,14 @@ class LineJournal:
         self._renew, self._commit = register(scripts.RENEW), register(scripts.COMMIT)
         self._release, self._close = register(scripts.RELEASE), register(scripts.CLOSE)
         self._retire, self._read = register(scripts.RETIRE), register(scripts.READ)
-        self._oldest, self._page = register(scripts.OLDEST), register(scripts.PAGE)
+        self._first, self._page = register(scripts.FIRST), register(scripts.PAGE)
         self._read_list = register(scripts.READ_LIST)
 
     async def create(self, batch: Batch) -> None:
         """Adds a batch. Raises Overloaded if its tenant has too many that are not over."""
         fields = [part for pair in batch.to_fields().items() for part in pair]
         keys = [_key(batch.batch_id, "batch"), _list_of(batch.tenant), _open_of(batch.tenant), _ACTIVE]
-        arguments: list[str | int] = [batch.batch_id, int(RECORD_S * 1000), OPEN_MAX, *fields]
+        arguments: list[str | int] = [batch.batch_id, int(RECORD_S * 1000), OPEN_MAX, KEPT_MAX, *fields]
         if not int(await self._ask(self._create, keys, arguments)):
             raise Overloaded(
                 f"there are {OPEN_MAX} batches of yours that are not over, the most that may be; create this one when "
@@ -102,9 +105,13 @@ class LineJournal:
         found = await self._ask(self._page, [_list_of(caller.tenant)], [after, limit, 0])
         return None if found is None else list(found)
 
+    async def now_s(self) -> float:
+        """The time by which batches are created and end: Redis', as leases', not this host's."""
+        return await self._registry.now_s()
+
     async def active(self) -> list[str]:
-        """Ids of batches that are not over, the oldest first."""
-        return list(await self._ask(self._oldest, [_ACTIVE], [ACTIVE_MAX]))
+        """Ids of batches that are not over, in the order in which they may run."""
+        return list(await self._ask(self._first, [_ACTIVE], [ACTIVE_MAX]))
 
     async def move(
         self, batch_id: str, state: BatchState, fields: Mapping[str, str | int] | None = None, *, fence: str = ""
@@ -120,9 +127,10 @@ class LineJournal:
         if found != state:
             raise Fenced(f"batch {batch_id} does not become {state}: {found}")
 
-    async def take_task(self, batch_id: str, fence: str) -> bool:
-        """Takes or renews the task of checking or finalizing a batch, for the time of a lease."""
-        return bool(int(await self._ask(self._take_task, [_key(batch_id, "batch")], [fence, self._lease_ms])))
+    async def take_task(self, batch_id: str, fence: str, state: BatchState) -> bool:
+        """Takes or renews the task that a batch needs in this state, for the time of a lease. False if another process
+        has it, or the batch has moved on."""
+        return bool(int(await self._ask(self._take_task, [_key(batch_id, "batch")], [fence, self._lease_ms, state])))
 
     async def claim(self, batch_id: str, fence: str, num: int) -> list[Claim]:
         """Claims up to `num` lines for the time of a lease. `fence` is new for each call."""

@@ -1,12 +1,14 @@
 """The check of a file of requests, all or nothing: no line runs unless every line may. Pure.
 
 Each line is read by the same code as a request that a client sends by itself. All lines have the batch's endpoint as
-their url, and no two the same `custom_id`. The file is read in pieces, and only digests of the ids stay in memory.
+their url, and no two the same `custom_id`. The file is read in pieces, and only digests of the ids stay in memory. A
+piece may have thousands of lines, so they are checked in slices.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -20,12 +22,13 @@ CheckBody = Callable[[str, bytes], None]
 
 
 class FileCheck:
-    """Checks a file that comes in pieces: `feed` each, then `end`."""
+    """Checks a file that comes in pieces: `feed` each, `check_some` until it returns False, and in the end `end`."""
 
     def __init__(self, endpoint: str, check_body: CheckBody) -> None:
         self._endpoint = endpoint
         self._check_body = check_body
         self._rest = bytearray()  # of a line that has not ended
+        self._lines: deque[bytes] = deque()  # that have ended, and are not checked
         self._place = 0  # of the rest in the file, in bytes
         self._number = 0  # of the last line, from 1, empty ones included
         self._starts: list[int] = []
@@ -37,20 +40,29 @@ class FileCheck:
         """Whether the rest of the file would change nothing."""
 
     def feed(self, piece: bytes) -> None:
-        """Checks the lines that end in this piece."""
+        """Takes the next piece; the one before has been checked."""
         if self.is_over:
             return
         self._rest += piece
         if b"\n" in piece:
             *lines, rest = bytes(self._rest).split(b"\n")
+            self._lines.extend(lines)
             self._rest = bytearray(rest)
-            for line in lines:
-                self._take(line)
-                self._place += len(line) + 1
-        if len(self._rest) > LINE_BYTES_MAX:
+
+    def check_some(self, is_time_up: Callable[[], bool]) -> bool:
+        """Checks lines that have ended, at least one if there is one, until the time is up; returns whether some are
+        left."""
+        while self._lines and not self.is_over:
+            line = self._lines.popleft()
+            self._take(line)
+            self._place += len(line) + 1
+            if self._lines and is_time_up():
+                return not self.is_over
+        if len(self._rest) > LINE_BYTES_MAX and not self.is_over:
             self._number += 1
             self._refuse("line_too_long", None, f"the line is longer than {LINE_BYTES_MAX} bytes")
             self.is_over = True
+        return False
 
     def end(self) -> LineIndex:
         """Checks the last line, and returns the places of all lines, which are good only without errors."""
@@ -84,7 +96,7 @@ class FileCheck:
             raise InvalidRequest(
                 "url", f"url is {line.url[:100]!r}, and the batch's endpoint is {self._endpoint}; a file has one url"
             )
-        digest = hashlib.blake2b(line.custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
+        digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
         if digest in self._seen:
             raise InvalidRequest("custom_id", f"custom_id {line.custom_id!r} is that of an earlier line, too")
         self._seen.add(digest)

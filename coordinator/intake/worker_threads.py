@@ -2,7 +2,7 @@
 
 The work either releases the interpreter's lock (`tokenizers`, see `Tokenizer.encode`) or is Python code, which releases
 it every few milliseconds. A thread does not help against a call of C code that keeps the lock: such a call needs a
-bound of its own (`coordinator.api.schema.json_size`).
+bound of its own (`coordinator.intake.json_size`).
 """
 
 from __future__ import annotations

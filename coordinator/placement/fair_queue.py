@@ -167,11 +167,13 @@ class FairQueue:
             served = self._served.get(tenant, self._floor)
             self._served[tenant] = served + num_tokens / self._weight(tenant)
 
+    def num_before(self, priority: int) -> int:
+        """Number of sequences that wait at lower priority numbers."""
+        return sum(len(line) for each, lines in self._waiting.items() if each < priority for line in lines.values())
+
     def num_ahead(self, priority: int, tenant: str) -> float:
         """Number of sequences that would go before a newcomer's, if nobody else comes."""
-        num = float(sum(
-            len(line) for each, lines in self._waiting.items() if each < priority for line in lines.values()
-        ))  # fmt: skip
+        num = float(self.num_before(priority))
         lines = self._waiting.get(priority, {})
         num_own = len(lines.get(tenant, ()))
         # While the tenant's own go, each other tenant has as many by its weight, and at most all that it has waiting.

@@ -25,6 +25,7 @@ from coordinator.placement.slot_search import Restrictions, SlotSearch
 from outrider.concurrency.turnover import Turnover, retry_after_s
 from outrider.errors import DeadlineExceeded, Overloaded, Unavailable
 from outrider.registry.worker_record import WorkerRecord
+from outrider.sampling_params import BACKGROUND_PRIORITY
 
 URGENT_WAIT_S: Final = 1.0
 """Longest wait of a sequence that has begun, before it chooses again: targets that it had left may be possible then."""
@@ -91,9 +92,14 @@ class SlotQueue:
         return len(self.queue)
 
     @property
+    def num_waiting(self) -> int:
+        """Number of sequences that wait, without those of batches, for which nobody waits."""
+        return self.queue.num_before(BACKGROUND_PRIORITY)
+
+    @property
     def retry_after_s(self) -> float:
         """Time after which a refused request should come back: about when all that wait now have had slots."""
-        return retry_after_s(self.turnover.wait_s(len(self.queue), self.num_held))
+        return retry_after_s(self.turnover.wait_s(self.num_waiting, self.num_held))
 
     def push(self, request: PlacementRequest, now_s: float) -> float:
         """Queues the request; returns the moment until which it waits. Raises its `timeout_error` if that has passed,
@@ -179,7 +185,7 @@ class SlotQueue:
         if wait_s > wait_max_s:
             limit = "its deadline allows" if is_deadline else f"the {self._wait_max_s:g} s that sequences wait"
             raise Overloaded(
-                f"every target of {self._model} is taken; with {len(self.queue)} sequences waiting, this one would "
+                f"every target of {self._model} is taken; with {self.num_waiting} sequences waiting, this one would "
                 f"have a slot in about {wait_s:.1f} s, which is more than {limit}",
                 self.retry_after_s,
             )

@@ -105,7 +105,7 @@ class SequenceRunner:
                 request.priority,
                 request.tenant,
                 len(spec.prompt_token_ids),
-                may_be_shed=not has_begun,
+                may_be_shed=not has_begun and not spec.is_background,  # which has nobody's room
                 siblings=siblings or Siblings(),
                 due_s=arrival_s + spec.objective.ttft_ms / 1e3,
                 since_s=arrival_s,

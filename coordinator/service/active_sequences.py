@@ -15,7 +15,7 @@ class ActiveSequences:
     """Counts the sequences of one replica."""
 
     def __init__(self, num_max: int) -> None:
-        self._num_max = num_max
+        self.num_max = num_max
         self._num_of: Counter[str] = Counter()
 
     @property
@@ -26,13 +26,13 @@ class ActiveSequences:
         """How many of `num` more sequences of a model are too many; `served` returns the models that requests may name.
 
         A request with more sequences than the limit is served alone."""
-        if not self.num or self.num + num <= self._num_max // 2:  # all others' parts are free, too
+        if not self.num or self.num + num <= self.num_max // 2:  # all others' parts are free, too
             return 0
         names, num_kept = served(), 0
-        part = self._num_max // (2 * max(len(names), 1))
+        part = self.num_max // (2 * max(len(names), 1))
         if self._num_of[model] + num > part:
             num_kept = sum(max(part - self._num_of[other], 0) for other in names if other != model)
-        return max(self.num + num + num_kept - self._num_max, 0)
+        return max(self.num + num + num_kept - self.num_max, 0)
 
     def add(self, model: str, num: int) -> None:
         self._num_of[model] += num

@@ -83,6 +83,8 @@ class GenerationService:
         self._canary_keeper: CanaryKeeper | None = None
         self._stack = AsyncExitStack()
         self._active = ActiveSequences(settings.requests_max)
+        self.background_max = max(settings.requests_max // 2, 1)
+        self._background = ActiveSequences(self.background_max)  # of lines of batches, which take nobody's room
         refusals = outside.metrics.token_refusals
         self._callers = Authentication.of(settings, lambda reason: refusals.labels(reason).inc())
         self._identities = outside.identities.watch(self.snapshot)
@@ -197,7 +199,7 @@ class GenerationService:
     @property
     def num_active(self) -> int:
         """The number of sequences that this replica serves, those that wait for a slot included."""
-        return self._active.num
+        return self._active.num + self._background.num
 
     @property
     def knows_callers(self) -> bool:
@@ -273,22 +275,26 @@ class GenerationService:
                 self._poison_guard.suspect(spec)
             if stream is not None:
                 stream.end()
-            self._active.remove(spec.model, spec.num_candidates)
+            self._leave(spec)
             environment.limits.concurrency.release(held)
 
     async def _enter(self, spec: GenerationSpec, *, has_begun: bool) -> Held | None:
-        """Counts the request's sequences for this replica and its tenant. Raises Overloaded if either has too many."""
+        """Counts the request's sequences for this replica and its tenant. Raises Overloaded if either has too many.
+
+        Those in the background have a limit of their own: no other request is refused for them."""
         environment, num = self.environment, spec.num_candidates
-        excess = self._active.excess(spec.model, num, self.catalog.names)
+        active = self._sequences_beside(spec)
+        excess = active.excess(spec.model, num, self.catalog.names)
         if excess > 0:
             newcomer = Ticket(spec.request.priority, spec.request.tenant)
-            if not environment.placement.admission.shed_for(spec.model, newcomer, min(excess, num)):
+            admission = environment.placement.admission
+            if spec.is_background or not admission.shed_for(spec.model, newcomer, min(excess, num)):
                 raise Overloaded(
-                    f"this replica serves its most of {environment.settings.requests_max} sequences: there are "
-                    f"{self.num_active}, and this request would be {num} more",
+                    f"this replica serves its most of {active.num_max} sequences: there are "
+                    f"{active.num}, and this request would be {num} more",
                     environment.placement.admission.retry_after_s(spec.model),
                 )
-        self._active.add(spec.model, num)
+        active.add(spec.model, num)
         try:
             return await environment.limits.concurrency.hold(
                 spec.request.origin.caller,
@@ -297,8 +303,15 @@ class GenerationService:
                 has_begun=has_begun,
             )
         except BaseException:
-            self._active.remove(spec.model, num)
+            self._leave(spec)
             raise
+
+    def _leave(self, spec: GenerationSpec) -> None:
+        self._sequences_beside(spec).remove(spec.model, spec.num_candidates)
+
+    def _sequences_beside(self, spec: GenerationSpec) -> ActiveSequences:
+        """The sequences that share a limit with those of a request."""
+        return self._background if spec.is_background else self._active
 
     def _observed(
         self, spec: GenerationSpec, items: AsyncGenerator[ChoiceOutput | RequestFinished], *, is_resumed: bool

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Final
 
-from coordinator.intake.generation_request import GenerationSpec
+from coordinator.intake.generation_request import GenerationInput, GenerationSpec
 from coordinator.request.choices import ChoiceOutput, RequestFinished
 from coordinator.service.generation_service import GenerationService
 from outrider.concurrency.background import until_ended
@@ -16,6 +16,12 @@ from outrider.errors import DeadlineExceeded, Overloaded
 PROMPTS_AT_ONCE: Final = 16
 """Most prompts of one request that generate or wait for a slot; the others wait behind them."""
 _ITEMS_MAX: Final = 64  # unread, of all prompts
+
+
+def num_sequences(inputs: Sequence[GenerationInput]) -> int:
+    """The most sequences that the prompts of one request have at once."""
+    first = inputs[0]
+    return min(len(inputs), PROMPTS_AT_ONCE) * (first.best_of or first.n)
 
 
 async def generate_each(

@@ -125,7 +125,7 @@ def key_for(spec: GenerationSpec, tenant: str = "") -> PriorKey:
     digest = ""
     if tenant:
         digest = hashlib.blake2b(
-            tenant.encode(errors="replace"), digest_size=_TENANT_DIGEST_BYTES, person=b"outrider tenant"
+            tenant.encode(errors="surrogatepass"), digest_size=_TENANT_DIGEST_BYTES, person=b"outrider tenant"
         ).hexdigest()
     return PriorKey(spec.model, route_of(spec), digest)
 
@@ -144,7 +144,7 @@ class PriorTable:
         """Chooses how a request with this id begins; the same at every replica for the same evidence."""
         if not self.is_doubted(key, now_s):
             return StartingMode.SPECULATING
-        digest = hashlib.blake2b(request_id.encode(errors="replace"), digest_size=8).digest()
+        digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
         is_explored = int.from_bytes(digest, "big") % EXPLORED_ONE_IN == 0
         return StartingMode.PROBING if is_explored else StartingMode.PAUSED
 

@@ -189,6 +189,6 @@ class Assignment:
 def share_point(salt: str, key: str) -> float:
     """Maps a key to [0, 1), the same everywhere; uniform over keys, and independent for different salts."""
     # Lengths first, so that different pairs of salt and key never read the same.
-    text = f"{len(salt)} {salt}{key}".encode(errors="replace")
+    text = f"{len(salt)} {salt}{key}".encode(errors="surrogatepass")
     digest = hashlib.blake2b(text, digest_size=8, person=b"outrider canary").digest()
     return int.from_bytes(digest, "big") / 2**64

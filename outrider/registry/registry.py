@@ -157,6 +157,11 @@ class Registry:
     async def close(self) -> None:
         await close_redis(self._client)
 
+    async def now_s(self) -> float:
+        """Redis' clock, in seconds since 1970: hosts' clocks differ, and what they all judge needs one."""
+        seconds, microseconds = await self.ask(self._client.time())
+        return int(seconds) + int(microseconds) / 1e6
+
     async def join(self, pool: Pool) -> int:
         """The time, in µs, at which a worker process joins a pool; it must accompany every write. It is separate from
         writing, so that a first write that arrives late, or twice, does not change the order."""

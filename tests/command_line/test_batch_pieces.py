@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from command_line.batch.pieces import LINE_BYTES_MAX, Piece, batches_of, cut, lines_of
+from command_line.batch.pieces import LINE_BYTES_MAX, Piece, batches_of, cut, left_of, lines_of
 from outrider.errors import InvalidRequest
 
 LINES = st.lists(st.binary(max_size=9).map(lambda line: line.replace(b"\n", b"")), max_size=12)
@@ -37,3 +37,10 @@ def test_a_line_without_an_end_is_refused_with_its_place() -> None:
     file = io.BytesIO(b"short\n" + b"x" * (LINE_BYTES_MAX + 1))
     with pytest.raises(InvalidRequest, match="byte 6 "):
         list(lines_of(file, Piece("f", 0, 100)))
+
+
+def test_lines_without_an_answer_are_left() -> None:
+    lines = [b'{"custom_id": "%d"}\n' % number for number in range(4)]
+    answers = [b'{"custom_id": "1", "error": null}\n', b'{"custom_id": "3", "error": null}\n']
+    assert left_of(lines, answers) == [lines[0], lines[2]]
+    assert left_of([b"no JSON\n"], []) == [b"no JSON\n"]

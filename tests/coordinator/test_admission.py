@@ -20,6 +20,7 @@ from coordinator.placement.routing import ModelKey, Router
 from coordinator.placement.slot_queue import PlacementRequest, Slot
 from outrider.errors import DeadlineExceeded, Overloaded
 from outrider.registry.worker_record import Snapshot, WorkerRecord
+from outrider.sampling_params import BACKGROUND_PRIORITY
 from tests.coordinator.fakes import eventually, record_of
 
 FINGERPRINT = "0123456789abcdef"
@@ -227,6 +228,19 @@ async def test_how_long_a_batch_holds_a_slot_is_no_forecast_for_others(opened: O
             assert bool(turnover.stays.weight) is is_forecast
         assert door.admission.num_held == 0
         assert not door.router._num_open
+
+
+async def test_how_many_lines_wait_is_no_forecast_for_others(opened: Opened) -> None:
+    async with opened(target(0)) as door:
+        line = door.admission._of("demo")
+        line.slots.turnover.leave(1.5)  # how long slots are held
+        await door.taken()
+        before_s = door.admission.retry_after_s("demo")
+        lines = [door.ask(Ticket(BACKGROUND_PRIORITY), is_background=True) for _ in range(10)]
+        await door.until_waiting(10)
+        assert door.admission.retry_after_s("demo") == before_s
+        for each in lines:
+            each.cancel()
 
 
 async def test_a_text_that_has_begun_is_asked_to_think_again_not_refused(opened: Opened) -> None:

@@ -19,9 +19,9 @@ from coordinator.api.answer.openai_response import ResponseWriter
 from coordinator.api.grpc import grpc_api
 from coordinator.api.grpc.grpc_api import generate
 from coordinator.api.http import application, calls, http_api, http_transport
-from coordinator.api.schema.json_size import BARE_BYTES_MAX, ITEMS_MAX, PARTS_MAX, check_json_size
 from coordinator.intake import preparation
 from coordinator.intake.generation_request import PROMPT_LOGPROBS_MAX, PROMPT_TOKENS_MAX
+from coordinator.intake.json_size import BARE_BYTES_MAX, ITEMS_MAX, PARTS_MAX, check_json_size
 from coordinator.intake.worker_threads import WorkerThreads
 from coordinator.models.model_grammars import ModelGrammars
 from coordinator.output.text_output import TextOutput, VisibleOutput

@@ -14,6 +14,9 @@ from tests.simulation.models import NO_LETTER_TWICE, SLOW_TO_COMPILE
 from tests.simulation.redis_process import REDIS
 from tests.simulation.scenario import SPAN_S, Fault, FaultKind, Request, Scenario, draw_ordinary, draw_request
 
+_ROOM: Final = 8
+"""Sequences that a replica serves at once where lines of a batch have as many."""
+
 
 def draw(seed: int, enabled: frozenset[Feature] | None = None) -> Scenario:
     """The scenario of a seed. enabled: features that it may have; those of `features.ENABLED` unless given."""
@@ -290,6 +293,18 @@ def _add_batch(scenario: Scenario, chance: random.Random) -> Scenario:
     return _change(scenario, chance, in_background, 0.4, _is_plain)
 
 
+def _add_batch_of_many(scenario: Scenario, chance: random.Random) -> Scenario:
+    """Lines fill a replica's room, were they to count as other requests do."""
+    first, more = scenario.requests[-1].number + 1, []
+    for number in range(first, first + 2):
+        line = replace(
+            draw_request(chance, number, is_crowded=False), prompt=_own_prompt(number), is_background=True,
+            num_choices=_ROOM, at_s=chance.uniform(0.0, 0.3), max_tokens=10, deadline_s=300.0, leaves_after_s=None,
+        )  # fmt: skip
+        more.append(line)
+    return replace(scenario, requests=(*scenario.requests, *more), requests_max=_ROOM)
+
+
 _ADDITIONS: Final[dict[Feature, Callable[[Scenario, random.Random], Scenario]]] = {
     Feature.RUSH: _add_rush,
     Feature.SHARES: _add_rush,
@@ -311,5 +326,6 @@ _ADDITIONS: Final[dict[Feature, Callable[[Scenario, random.Random], Scenario]]] 
     Feature.WEIGHTS: _add_weights,
     Feature.SKEWED_CLOCKS: _add_skewed_clocks,
     Feature.BATCH: _add_batch,
+    Feature.BATCH_OF_MANY: _add_batch_of_many,
 }
 """In the order in which they are added: what adds requests before what chooses by their number."""

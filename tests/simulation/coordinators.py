@@ -53,6 +53,9 @@ _HASTY: Final = FallbackPolicy(
 """Texts here are short; this way some of them come to be paused and probed, and followed by several draft workers."""
 
 
+_NO_ROOM: Final = "serves its most"
+
+
 @cache
 def _coordinator_metrics() -> CoordinatorMetrics:
     return CoordinatorMetrics()
@@ -141,6 +144,10 @@ class Observer(Protocol):
     def on_slot(self, coordinator: Coordinator, ticket: Ticket, look: Look) -> None:
         """A sequence that waits is given a slot."""
 
+    def on_no_room(self, coordinator: Coordinator, num_asked: int, num_max: int) -> None:
+        """A request is refused because a replica serves its most of `num_max` sequences, while `num_asked`, its own
+        included, have been asked of it, those of batches left out."""
+
     def on_admitted(self, coordinator: Coordinator, request: generation_pb2.GenerationRequest) -> None:
         """A request got its first chunk."""
 
@@ -167,6 +174,7 @@ class Coordinator(Process):
         self.observer, self._callers = observer, callers
         self.started_s = network.loop.time()
         self._journal_bytes_max = journal_bytes_max
+        self._background, self._num_asked = background, 0
         self._num_ids = 0
         self._name = f"{name}/{life}"
         model = ServedModel(cast(Tokenizer, Letters()), choose_format(""))
@@ -257,6 +265,8 @@ class Coordinator(Process):
     ) -> AsyncIterator[generation_pb2.GenerationChunk]:
         caller = self._callers.get(request.tenant)
         is_first = True
+        num = 0 if request.request_id in self._background else request.n or 1
+        self._num_asked += num
         try:
             origin = NOWHERE if caller is None else Origin(caller)
             async with aclosing(grpc_api.generate(self.service, request, origin)) as chunks:
@@ -266,4 +276,8 @@ class Coordinator(Process):
                         is_first = False
                     yield chunk
         except OutriderError as error:
+            if num and _NO_ROOM in error.message:
+                self.observer.on_no_room(self, self._num_asked, self.service.environment.settings.requests_max)
             await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+        finally:
+            self._num_asked -= num

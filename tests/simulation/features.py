@@ -28,6 +28,7 @@ class Feature(StrEnum):
     LONG_STOP = "a coordinator is stopped for longer than it lets its workers be silent"
     FULL_JOURNAL = "a tenant with a key has more streams than its share of the journal holds"
     BATCH = "some requests run in the background, as lines of batches do"
+    BATCH_OF_MANY = "likewise, with more sequences than a replica has room for, beside others that it has room for"
 
 
 _CHANCES: Final[dict[Feature, float]] = {
@@ -51,6 +52,7 @@ _CHANCES: Final[dict[Feature, float]] = {
     Feature.LONG_STOP: 0.06,
     Feature.FULL_JOURNAL: 0.03,
     Feature.BATCH: 0.08,
+    Feature.BATCH_OF_MANY: 0.04,
 }
 
 ENABLED: Final = frozenset(Feature)

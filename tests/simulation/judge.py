@@ -64,6 +64,8 @@ def settings_of(scenario: Scenario) -> CoordinatorSettings:
     if scenario.weights:
         settings["target_wait_max_s"] = _BRIEF_S
     settings["client_stall_max_s"] = _CLIENT_STALL_MAX_S
+    if scenario.requests_max is not None:
+        settings["requests_max"] = scenario.requests_max
     return CoordinatorSettings(**settings)
 
 
@@ -216,6 +218,11 @@ class Judge:
         elapsed_s = self._loop.time() - coordinator.started_s
         if self._admitted[key] > limit + limit * elapsed_s / 60 + 1e-6:
             self.wrong(f"{request.tenant} has had {self._admitted[key]} requests, its limit is {limit:g} a minute")
+
+    def on_no_room(self, coordinator: Coordinator, num_asked: int, num_max: int) -> None:
+        """A request is refused for lack of room: those of clients alone must have taken it."""
+        if num_asked <= num_max:
+            self.wrong(f"I10: {coordinator.name} refuses a request that it has room for: {num_asked} of {num_max}")
 
     def on_held_up(self, work_s: float) -> None:
         """A process computes on its event loop: no request may occupy that for long."""

@@ -29,6 +29,8 @@ from coordinator.recovery.journal import Journal
 from coordinator.recovery.journal_entry import JournaledStream, JournalEntry
 from coordinator.recovery.poison import PoisonRecord
 from coordinator.recovery.resumption import NOTHING_SEEN, Claim, Resumption
+from coordinator.service.active_sequences import ActiveSequences
+from coordinator.service.generation_service import GenerationService
 from coordinator.service.streams import Recollection, ResumableStreams
 from outrider.observability.loop_lag import LoopLag
 from outrider.registry.worker_record import WorkerRecord
@@ -139,6 +141,10 @@ def give_up_nothing(self: BatchSlots, session: Session) -> bool:
     return False
 
 
+def count_all_alike(self: GenerationService, spec: GenerationSpec) -> ActiveSequences:
+    return self._active
+
+
 PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     "all choices have one seed": (
         *(Feature.CHOICES, GenerationSpec, "sampling_of", sample_all_choices_alike, "tokens"),
@@ -197,6 +203,9 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     ),
     "a session in the background keeps its slot": (
         *(Feature.BATCH, BatchSlots, "_make_room_for", give_up_nothing, "a session in the background"),
+    ),
+    "lines of batches take the room of requests": (
+        *(Feature.BATCH_OF_MANY, GenerationService, "_sequences_beside", count_all_alike, "it has room for"),
     ),
 }
 """By what is wrong: the feature, what is replaced and by what, and what the simulation says of it."""

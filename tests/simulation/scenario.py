@@ -109,6 +109,7 @@ class Scenario:
     change_of_weights: int = 0  # so many restarts of targets bring the other weights
     journal_bytes_max: int | None = None  # of a coordinator; None: its own limit
     requests_per_minute: float | None = None  # of a tenant with a key
+    requests_max: int | None = None  # sequences of a coordinator; None: its own limit
 
     def work_s(self, requests: Iterable[Request]) -> float:
         """Seconds that one target takes for these requests, one token of one sequence after the other."""

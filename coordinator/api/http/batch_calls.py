@@ -14,7 +14,7 @@ from coordinator.api.batches.batch_answers import batch_answer, file_answer, pag
 from coordinator.api.batches.batch_body import CreateBatchBody
 from coordinator.api.batches.paths import BATCH_LIMIT_MAX, FILE_LIMIT_MAX, LIMIT
 from coordinator.api.http.file_upload import Upload, read_upload
-from coordinator.api.http.http_transport import caller_of, read_body
+from coordinator.api.http.http_transport import caller_of, read_body, unless_small
 from coordinator.api.schema.openai_schema import parse_body
 from coordinator.batches.batch_desk import PURPOSE, BatchDesk
 from coordinator.batches.files import LIFE_S, StoredFile, check_life
@@ -83,7 +83,8 @@ class BatchCalls:
 
     async def create(self, request: Request) -> Response:
         caller, desk = await self._admit(request)
-        body = parse_body(CreateBatchBody, await read_body(request))
+        raw = await read_body(request)
+        body = await unless_small(self._service.threads, raw, lambda: parse_body(CreateBatchBody, raw))
         body.check()
         batch = await desk.create(
             caller,

@@ -9,17 +9,16 @@ from typing import Self
 from coordinator.api.http.line_calls import ENDPOINTS, LineCalls
 from coordinator.batches.batch_desk import BatchDesk
 from coordinator.batches.batch_runner import BatchRunner
-from coordinator.batches.file_store import FileStore, FolderStore
+from coordinator.batches.file_store import S3_SCHEME, FileStore, FolderStore, S3Store
 from coordinator.batches.files import Files
 from coordinator.batches.line_journal import LineJournal
-from coordinator.batches.s3_store import SCHEME, S3Store
 from coordinator.service.generation_service import GenerationService
 from outrider.registry.registry import Registry
 
 
 def open_store(place: str) -> FileStore:
     """Opens the storage that `--batch-files` names. Raises ConfigurationError."""
-    return S3Store(place) if place.startswith(SCHEME) else FolderStore(Path(place))
+    return S3Store(place) if place.startswith(S3_SCHEME) else FolderStore(Path(place))
 
 
 class BatchService:

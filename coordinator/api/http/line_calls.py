@@ -6,10 +6,11 @@ target free, and counts for no limit of its tenant's requests: batches have limi
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -18,10 +19,11 @@ from coordinator.access.api_keys import Caller, Scope, TenantLimits
 from coordinator.api.answer.openai_response import error_body
 from coordinator.api.http.calls import CALLS, Asked, Referring
 from coordinator.api.http.generation_calls import internal_error, whole_answer
-from coordinator.api.http.http_transport import unless_small
+from coordinator.api.http.http_transport import SMALL_BODY_BYTES, unless_small
 from coordinator.api.schema.translated_body import renamed_errors
 from coordinator.batches.batch import Batch
 from coordinator.batches.batch_lines import LineResult
+from coordinator.batches.batch_runner import Hold
 from coordinator.intake.generation_request import (
     PRIORITY_MAX,
     GenerationInput,
@@ -32,7 +34,7 @@ from coordinator.intake.generation_request import (
 from coordinator.placement.routing import background_slots
 from coordinator.recovery.journal_entry import Kind
 from coordinator.service.generation_service import GenerationService
-from coordinator.service.prompts import generate_each
+from coordinator.service.prompts import generate_each, num_sequences
 from outrider.canary.plan import ANY_DRAFT
 from outrider.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.objective import NO_OBJECTIVE
@@ -44,8 +46,8 @@ ENDPOINTS: Final[Mapping[str, Kind]] = MappingProxyType(
     {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/v1/responses": "responses"}
 )
 """The calls that a line may name."""
-LINES_MAX: Final = 256
-"""Most lines that a replica runs at once."""
+SEQUENCES_MAX: Final = 256
+"""Most sequences of lines that a replica runs at once."""
 LINES_PREFIX: Final = "batch:"  # of their tenant's name: their fair share is separate from that of its own requests
 
 
@@ -54,6 +56,8 @@ class LineCalls:
 
     def __init__(self, service: GenerationService) -> None:
         self._service = service
+        # One long line at a time: the threads for large requests, and the places to wait for them, are others' first.
+        self._long_lines = asyncio.Semaphore(1)
 
     def check_body(self, url: str, body: bytes) -> None:
         """Checks a line as far as its text tells. Raises InvalidRequest, or NotFound for the model."""
@@ -65,22 +69,29 @@ class LineCalls:
             self._service.catalog.find(asked.inputs[0].model)
 
     def room(self) -> int:
-        """How many lines this replica may run: as many as the targets have slots for them, and at most half of its
-        own requests."""
-        most = min(LINES_MAX, max(self._service.environment.settings.requests_max // 2, 1))
+        """How many sequences of lines this replica may run: as many as the targets have slots for them, and at most
+        half as many as other requests may be."""
+        most = min(SEQUENCES_MAX, self._service.background_max)
         return min(most, sum(background_slots(target) for target in self._service.snapshot().targets))
 
-    async def run(self, batch: Batch, url: str, body: bytes, request_id: str) -> LineResult:
+    async def run(self, batch: Batch, url: str, body: bytes, request_id: str, hold: Hold) -> LineResult:
         """Runs a line. Raises as GenerationService.prepare and GenerationService.generate."""
-        service, arrival_s = self._service, self._service.environment.now_s()
-        asked = await unless_small(service.threads, body, lambda: self._read(url, body, request_id))
-        caller = Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes)
-        with renamed_errors(asked.names):
-            specs = [in_background(await service.prepare(self._input(each, caller))) for each in asked.inputs]
-        writer = asked.new_writer(specs, False)
-        items = service.generate(specs[0], arrival_s) if len(specs) == 1 else generate_each(service, specs, arrival_s)
-        content = await whole_answer(service, items, writer)
-        return LineResult(200, request_id, json.loads(content))
+        service = self._service
+        turn = nullcontext() if len(body) <= SMALL_BODY_BYTES else self._long_lines
+        async with turn:
+            asked = await unless_small(service.threads, body, lambda: self._read(url, body, request_id))
+        async with hold(num_sequences(asked.inputs)):
+            arrival_s = service.environment.now_s()
+            caller = Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes)
+            async with turn:
+                with renamed_errors(asked.names):
+                    specs = [in_background(await service.prepare(self._input(each, caller))) for each in asked.inputs]
+            writer = asked.new_writer(specs, False)
+            items = (
+                service.generate(specs[0], arrival_s) if len(specs) == 1 else generate_each(service, specs, arrival_s)
+            )
+            content = await whole_answer(service, items, writer)
+        return LineResult(200, request_id, await asyncio.to_thread(json.loads, content))
 
     def failure(self, error: Exception, request_id: str) -> LineResult:
         """The result of a line that failed for good. A bug of ours is counted and logged."""

@@ -18,7 +18,6 @@ from pydantic import ConfigDict, Field, ValidationError
 from coordinator.api.schema.body_parts import Body, Listed, TokenId, described
 from coordinator.api.schema.chat_messages import ChatMessage, ignored_in, read_messages
 from coordinator.api.schema.generation_fields import GenerationBody, Logprobs
-from coordinator.api.schema.json_size import check_json_size
 from coordinator.api.schema.structured_output import StructuredOutputs
 from coordinator.api.schema.tool_schema import (
     TOOLS_MAX,
@@ -45,6 +44,7 @@ from coordinator.intake.generation_request import (
     PROMPT_TOKENS_MAX,
     GenerationInput,
 )
+from coordinator.intake.json_size import check_json_size
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import check_count
 

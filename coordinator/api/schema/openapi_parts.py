@@ -9,7 +9,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from coordinator.api.schema import answers
-from coordinator.api.schema.json_size import ITEMS_MAX, PARTS_MAX
+from coordinator.intake.json_size import ITEMS_MAX, PARTS_MAX
 
 Schema = dict[str, Any]
 

@@ -14,8 +14,8 @@ from pydantic import Field
 
 from coordinator.api.schema.body_parts import Body, Listed, described
 from coordinator.api.schema.gbnf import as_lark
-from coordinator.api.schema.json_size import check_json_size, check_schema_sizes
 from coordinator.api.schema.unserved_parameters import NEUTRAL_STRUCTURED_OUTPUTS
+from coordinator.intake.json_size import check_json_size, check_schema_sizes
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import GrammarKind, GrammarSpec
 

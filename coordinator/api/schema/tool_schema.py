@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, StringConstraints
 
 from coordinator.api.schema.body_parts import Body, LenientBody
-from coordinator.api.schema.json_size import check_json_size, check_schema_sizes
 from coordinator.formats.answer_parts import ToolMode, ToolUse
 from coordinator.intake.closed_schema import closed
+from coordinator.intake.json_size import check_json_size, check_schema_sizes
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import check_count
 

@@ -12,6 +12,7 @@ from coordinator.access.api_keys import ANYBODY, Caller
 from coordinator.batches.batch import Batch
 from coordinator.batches.batch_desk import PURPOSE, WINDOW, BatchDesk
 from coordinator.batches.batch_lines import LineResult
+from coordinator.batches.batch_runner import Hold
 from coordinator.batches.file_store import FileStore, FolderStore, one_piece
 from coordinator.batches.files import Files
 from coordinator.batches.line_journal import LineJournal
@@ -86,7 +87,7 @@ class EchoLines:
     def __init__(self, room: int = 8, fail: Mapping[str, list[Exception]] | None = None, delay_s: float = 0.0) -> None:
         self.num_room = room
         self.runs: list[str] = []
-        self.most = self.num_running = 0
+        self.most = self.num_running = 0  # sequences
         self._fail = dict(fail or {})
         self._delay_s = delay_s
         self.gate = asyncio.Event()
@@ -99,19 +100,21 @@ class EchoLines:
     def room(self) -> int:
         return self.num_room
 
-    async def run(self, batch: Batch, url: str, body: bytes, request_id: str) -> LineResult:
-        prompt = json.loads(body)["prompt"]
-        self.runs.append(prompt)
-        self.num_running += 1
-        self.most = max(self.most, self.num_running)
-        try:
-            await asyncio.sleep(self._delay_s)
-            await self.gate.wait()
-            if errors := self._fail.get(prompt):
-                raise errors.pop(0)
-            return LineResult(200, request_id, {"text": prompt})
-        finally:
-            self.num_running -= 1
+    async def run(self, batch: Batch, url: str, body: bytes, request_id: str, hold: Hold) -> LineResult:
+        content = json.loads(body)
+        prompt, num = content["prompt"], content.get("n", 1)
+        async with hold(num):
+            self.runs.append(prompt)
+            self.num_running += num
+            self.most = max(self.most, self.num_running)
+            try:
+                await asyncio.sleep(self._delay_s)
+                await self.gate.wait()
+                if errors := self._fail.get(prompt):
+                    raise errors.pop(0)
+                return LineResult(200, request_id, {"text": prompt})
+            finally:
+                self.num_running -= num
 
     def failure(self, error: Exception, request_id: str) -> LineResult:
         return LineResult(getattr(error, "http_status", 500), request_id, {"error": {"message": str(error)}})

@@ -13,7 +13,7 @@ from pathlib import Path
 from coordinator.batches import batch_results
 from coordinator.batches.batch import Batch
 from coordinator.batches.batch_lines import LineResult
-from coordinator.batches.batch_runner import BatchRunner
+from coordinator.batches.batch_runner import BatchRunner, Hold
 from outrider.registry.registry import Registry
 from tests.coordinator.batches.desks import EchoLines, desk_over
 
@@ -25,8 +25,9 @@ class LoggedLines(EchoLines):
         super().__init__(room=4)
         self._log = log
 
-    async def run(self, batch: Batch, url: str, body: bytes, request_id: str) -> LineResult:
-        await asyncio.sleep(random.uniform(0.1, 0.5))
+    async def run(self, batch: Batch, url: str, body: bytes, request_id: str, hold: Hold) -> LineResult:
+        async with hold(1):
+            await asyncio.sleep(random.uniform(0.1, 0.5))
         prompt = json.loads(body)["prompt"]
         with self._log.open("a") as log:
             log.write(f"{prompt}\n")

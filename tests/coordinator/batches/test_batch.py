@@ -37,8 +37,14 @@ from tests.coordinator.batches.desks import ENDPOINT, EchoLines, line, lines
 def checked(content: bytes, piece_bytes: int = 1 << 20) -> tuple[FileCheck, LineIndex]:
     check = FileCheck(ENDPOINT, EchoLines().check_body)
     for start in range(0, len(content), piece_bytes):
-        check.feed(content[start : start + piece_bytes])
+        feed(check, content[start : start + piece_bytes])
     return check, check.end()
+
+
+def feed(check: FileCheck, piece: bytes) -> None:
+    check.feed(piece)
+    while check.check_some(lambda: True):
+        pass
 
 
 class TestStates:
@@ -169,13 +175,13 @@ class TestCheck:
     def test_a_line_without_end_is_refused_before_it_is_all_there(self) -> None:
         check = FileCheck(ENDPOINT, EchoLines().check_body)
         for _ in range(9):
-            check.feed(b"x" * (1 << 20))
+            feed(check, b"x" * (1 << 20))
         assert [each["code"] for each in check.errors] == ["line_too_long"]
         assert check.is_over
 
     def test_too_many_lines_are_refused(self) -> None:
         check = FileCheck(ENDPOINT, lambda url, body: None)
-        check.feed(lines(LINES_MAX + 1))
+        feed(check, lines(LINES_MAX + 1))
         assert [each["code"] for each in check.errors] == ["too_many_lines"]
 
 

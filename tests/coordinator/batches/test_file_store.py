@@ -14,8 +14,7 @@ from coordinator.access.api_keys import ANYBODY, Caller, Scope
 from coordinator.batches import files as files_module
 from coordinator.batches.batch_desk import PURPOSE
 from coordinator.batches.batch_runner import BatchRunner
-from coordinator.batches.file_store import FileStore, FolderStore, one_piece
-from coordinator.batches.s3_store import S3Store
+from coordinator.batches.file_store import FileStore, FolderStore, S3Store, one_piece
 from outrider.errors import ConfigurationError, InvalidRequest, NotFound, Unavailable
 from outrider.local.free_ports import free_ports
 from outrider.registry.registry import Registry

@@ -105,11 +105,11 @@ class TestCommits:
 class TestTasks:
     async def test_belong_to_one_until_their_lease_ends(self, desk: BatchDesk) -> None:
         batch = await created(desk, lines(1))
-        assert await desk.journal.take_task(batch.batch_id, "a")
-        assert await desk.journal.take_task(batch.batch_id, "a")
-        assert not await desk.journal.take_task(batch.batch_id, "b")
+        assert await desk.journal.take_task(batch.batch_id, "a", BatchState.VALIDATING)
+        assert await desk.journal.take_task(batch.batch_id, "a", BatchState.VALIDATING)
+        assert not await desk.journal.take_task(batch.batch_id, "b", BatchState.VALIDATING)
         await asyncio.sleep(0.3)
-        assert await desk.journal.take_task(batch.batch_id, "b")
+        assert await desk.journal.take_task(batch.batch_id, "b", BatchState.VALIDATING)
         with pytest.raises(Fenced):
             await desk.journal.move(batch.batch_id, BatchState.IN_PROGRESS, fence="a")
         await desk.journal.move(batch.batch_id, BatchState.IN_PROGRESS, fence="b")

@@ -1,7 +1,8 @@
 """Somebody who runs one batch after the other at the public address while things break, and reads every result.
 
 Each line must end exactly once, with the right text. A line may fail only because its runs cost targets or
-coordinators, and a batch may be unknown only after Redis has lost its data.
+coordinators, and a batch may be unknown only after Redis has lost its data. Half of the batches have lines of so many
+sequences that these would fill a replica, were they to count as other requests do: nobody may be refused for them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from types import TracebackType
 from typing import Any, Final, Self
@@ -21,9 +22,13 @@ from typing import Any, Final, Self
 import httpx
 
 from tests.e2e.chaos.cases import Case
-from tests.e2e.chaos.verdict import Answer, Choice, Kind, Verdict
+from tests.e2e.chaos.verdict import SEVERITY, Answer, Choice, Kind, Verdict
 
 LINES: Final = 10
+CROWD: Final = 16
+"""Sequences of a line that takes up much room. All of them have the same text, because the line is greedy."""
+NO_ROOM: Final = "serves its most"
+"""Part of the refusal of a request for which a replica has no room. Without batches there is always room."""
 CALL_S_MAX: Final = 180.0
 """Time for one call, with all of its tries."""
 BATCH_S_MAX: Final = 900.0
@@ -71,6 +76,7 @@ class BatchClient:
         self._http = httpx.AsyncClient(base_url=url, headers=headers, verify=trust, timeout=_TIMEOUT_S, trust_env=False)
         self._judge = judge
         self._emptied_s = emptied_s
+        self._is_crowded = False
         self.table = BatchTable()
 
     async def __aenter__(self) -> Self:
@@ -84,7 +90,9 @@ class BatchClient:
 
     async def run(self, cases: Sequence[Case], rng: Random) -> None:
         """Runs one batch of cases drawn at random, judges its results and deletes its files."""
-        chosen = {f"{number} {case.name}": case for number, case in enumerate(rng.choices(cases, k=LINES))}
+        self._is_crowded = not self._is_crowded
+        drawn = [crowd(cases)] * LINES if self._is_crowded else rng.choices(cases, k=LINES)
+        chosen = {f"{number} {case.name}": case for number, case in enumerate(drawn)}
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(BATCH_S_MAX):
@@ -180,6 +188,30 @@ def line(custom_id: str, case: Case) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
 
 
+def crowd(cases: Sequence[Case]) -> Case:
+    """A case of many sequences, made of the shortest greedy one."""
+    plain = (
+        case for case in cases if case.n == 1 and "seed" not in case.sampling and not case.schema and not case.regex
+    )
+    return replace(min(plain, key=lambda case: case.max_tokens), n=CROWD)
+
+
+def refused_for_room(answer: Answer) -> list[str]:
+    """Refusals of a request because its replica had no room."""
+    told = [*(each.words for each in answer.incidents if each.is_refusal), answer.error or ""]
+    return [words for words in told if NO_ROOM in words]
+
+
+def _judge_each(judge: Judge, case: Case, answer: Answer) -> Verdict:
+    """Judges the sequences of a line; those of one that takes up much room one by one."""
+    if case.n < CROWD:
+        return judge(case, answer)
+    if len(answer.choices) != case.n:
+        return Verdict(Kind.WRONG, 1, f"{len(answer.choices)} choices of {case.n}")
+    verdicts = [judge(replace(case, n=1), replace(answer, choices=[choice])) for choice in answer.choices]
+    return max(verdicts, key=lambda verdict: SEVERITY[verdict.kind])
+
+
 def judged(
     chosen: Mapping[str, Case],
     output: Iterable[Mapping[str, Any]],
@@ -194,7 +226,7 @@ def judged(
     found += [f"line {name} was not asked for" for name in sorted(ended.keys() - chosen.keys())]
     for each in output:
         if (case := chosen.get(each["custom_id"])) is not None:
-            verdict = judge(case, _answer(each["response"]["body"], began_s))
+            verdict = _judge_each(judge, case, _answer(each["response"]["body"], began_s))
             if verdict.kind is not Kind.RIGHT:
                 found.append(f"line {each['custom_id']}: {verdict.kind.value}: {verdict.detail}")
     for each in errors:

@@ -107,6 +107,9 @@ def _make_case(index: int, prompt: str, rng: random.Random, *, are_greedy: bool)
     max_tokens = rng.choice((8, 60, 150, 300, 500)) if n == 1 else rng.choice((8, 60, 150))
     if max_tokens > 100 and not has_stop:
         sampling |= {"ignore_eos": True}
+    if index == 0:  # a short one for lines of batches that have many sequences
+        max_tokens, n = 8, 1
+        sampling.pop("ignore_eos", None)
     words += [str(max_tokens), *([f"n{n}"] if n > 1 else []), *(["stop"] if has_stop else [])]
     stop = (rng.choice(STOPS),) if has_stop else ()
     return Case(f"{index}-{'-'.join(words)}", prompt, max_tokens, sampling, stop, n)

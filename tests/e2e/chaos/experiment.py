@@ -16,7 +16,7 @@ from typing import Any
 from outrider.concurrency.background import end_tasks
 from outrider.security.tls import Role
 from tests.e2e.chaos import footprint, saturation
-from tests.e2e.chaos.batches import EVERY_S, BatchClient, BatchTable
+from tests.e2e.chaos.batches import EVERY_S, BatchClient, BatchTable, refused_for_room
 from tests.e2e.chaos.cases import Case, make_cases
 from tests.e2e.chaos.certificates import TENANTS
 from tests.e2e.chaos.fault import Fault
@@ -277,6 +277,9 @@ class Experiment:
         self._take_one(case, answer, verdict, oldest_s)
 
     def _take_one(self, case: Case, answer: Answer, verdict: Verdict, oldest_open_s: float) -> None:
+        for words in refused_for_room(answer):
+            self._batches.failures.append(f"a request beside batches is refused: {words}")
+            self._say(f"!! {self._batches.failures[-1]}")
         num_failures = len(self._ledger.failures)
         self._ledger.add(case.name, answer, verdict, oldest_open_s)
         for failure in self._ledger.failures[num_failures:]:

@@ -75,6 +75,11 @@ class FleetOptions:
     vllm_python: str = ""  # of the targets, whose model vLLM runs; empty: our own engine
 
     @property
+    def requests_max(self) -> int:
+        """Sequences of a replica, more than all clients and faults ask for together, and fewer than a batch has."""
+        return 4 * self.num_clients + 40
+
+    @property
     def ready_timeout_s(self) -> float:
         """vLLM takes a minute to start, and several where two start at once on a busy machine."""
         return VLLM_READY_TIMEOUT_S if self.vllm_python else READY_TIMEOUT_S
@@ -267,6 +272,7 @@ class Fleet:
             "--target-silence-max": self.options.target_silence_max_s,
             "--client-stall-max": self.options.client_stall_max_s,
             "--max-queue-wait": self.options.queue_wait_max_s,
+            "--max-requests": self.options.requests_max,
             "--ray-temp-dir": self.scratch / f"r{index}",
             "--batch-files": self.scratch / "batches",
         }

@@ -25,7 +25,7 @@ IDLE_METRICS = {
     "draft": ("outrider_draft_sessions",),
     "coordinator": ("outrider_num_requests_running", "outrider_num_requests_waiting"),
 }
-DESCRIPTORS_MORE = 16  # connections come and go
+DESCRIPTORS_MORE = 32  # connections come and go; pools of those to Redis grow with the sequences that begin at once
 NOT_OURS = ("this one", "log_monitor")  # Ray's keeps the logs of replicas that were killed open, two of each
 MEMORY_MORE_SHARE = 0.3
 MEMORY_MORE_BYTES = 128 << 20  # pools, and KV blocks touched for the first time

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.chaos.batches import judged, line
+from tests.e2e.chaos.batches import CROWD, NO_ROOM, crowd, judged, line, refused_for_room
 from tests.e2e.chaos.cases import Case
-from tests.e2e.chaos.verdict import Answer, Kind, Verdict, judge
+from tests.e2e.chaos.verdict import Answer, Incident, Kind, Verdict, judge
 
 CASES = {name: Case(name, "a prompt", 3) for name in ("a", "b")}
 
@@ -64,3 +64,25 @@ def test_a_line_asks_for_what_a_client_would_but_no_stream() -> None:
     body = line("a", CASES["a"])["body"]
     assert "stream" not in body
     assert body == {name: value for name, value in CASES["a"].body().items() if name != "stream"}
+
+
+def test_every_sequence_of_a_line_of_many_is_judged() -> None:
+    case = crowd([Case("long", "a prompt", 60), *CASES.values()])
+    assert (case.name, case.max_tokens, line("0 a", case)["body"]["n"]) == ("a", 3, CROWD)
+    whole = result("0 a")
+    (choice,) = whole["response"]["body"]["choices"]
+    whole["response"]["body"]["choices"] = [choice | {"index": index} for index in range(CROWD)]
+    assert not judged({"0 a": case}, [whole], [], is_right)
+    whole["response"]["body"]["choices"][7]["text"] = "xyz"
+    assert judged({"0 a": case}, [whole], [], is_right) == ["line 0 a: wrong: token 0"]
+    whole["response"]["body"]["choices"].pop()
+    assert judged({"0 a": case}, [whole], [], is_right) == [f"line 0 a: wrong: {CROWD - 1} choices of {CROWD}"]
+
+
+def test_a_request_that_is_refused_for_room_is_found() -> None:
+    answer = Answer(0.0, incidents=[Incident(1.0, True, "this replica has 3 streams"), Incident(2.0, False, NO_ROOM)])
+    assert not refused_for_room(answer)
+    answer.incidents.append(Incident(3.0, True, f"429: this replica {NO_ROOM} of 64 sequences"))
+    assert len(refused_for_room(answer)) == 1
+    answer.error = f"429: this replica {NO_ROOM} of 64 sequences"
+    assert len(refused_for_room(answer)) == 2

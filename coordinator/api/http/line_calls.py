@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from coordinator.access.api_keys import Caller, Scope, TenantLimits
+from coordinator.access.api_keys import ANYBODY, Caller, Scope, TenantLimits
 from coordinator.api.answer.openai_response import error_body
 from coordinator.api.http.calls import CALLS, Asked, Referring
 from coordinator.api.http.generation_calls import internal_error, whole_answer
@@ -61,8 +61,9 @@ class LineCalls:
         with renamed_errors(asked.names):
             for each in asked.inputs:
                 check_input(each)
-        with suppress(Unavailable):  # there may be a target later
-            self._service.catalog.find(asked.inputs[0].model)
+        # There may be a target later. Whether its key is for the model is judged when the line runs.
+        with suppress(Unavailable):
+            self._service.catalog.find(asked.inputs[0].model, ANYBODY)
 
     def room(self) -> int:
         """How many lines this replica may run: as many as the targets have slots for them, and at most half of its
@@ -74,7 +75,7 @@ class LineCalls:
         """Runs a line. Raises as GenerationService.prepare and GenerationService.generate."""
         service, arrival_s = self._service, self._service.environment.now_s()
         asked = await unless_small(service.threads, body, lambda: self._read(url, body, request_id))
-        caller = Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes)
+        caller = Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes, batch.models)
         with renamed_errors(asked.names):
             specs = [in_background(await service.prepare(self._input(each, caller))) for each in asked.inputs]
         writer = asked.new_writer(specs, False)

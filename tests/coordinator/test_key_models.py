@@ -89,6 +89,14 @@ async def test_another_model_is_as_one_that_does_not_exist(
         assert (await one.send("all", path, CALLS[path] | {"model": name})).status_code == 200
 
 
+async def test_a_model_in_the_address_changes_nothing(clusters: ClusterFactory, fleet: Fleet) -> None:
+    """LiteLLM checked the name in the body and served the one in the address (its issue 41810)."""
+    async with door(clusters, fleet) as one:
+        answer = await one.send("some", "/v1/completions?model=large", CALLS["/v1/completions"] | {"model": "small"})
+        assert answer.json()["model"] == "small"
+        assert one.num_asked == [0, 1]
+
+
 def told(answer: httpx.Response) -> str:
     """An error's body without what every answer has of its own."""
     return json.dumps({name: value for name, value in answer.json().items() if name != "request_id"})

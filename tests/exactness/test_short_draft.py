@@ -30,6 +30,22 @@ def test_it_hints_up_to_its_limit_and_changes_nothing(mode: str, *, is_head: boo
     assert before > 0
 
 
+def test_a_session_beyond_the_limit_costs_another_no_hints() -> None:
+    """In vLLM one long session takes the hints of all in its batch (its issue 58080)."""
+    short, long = sorted(LARGE_PROMPTS, key=len)[0], sorted(LARGE_PROMPTS, key=len)[-1]
+    limit = len(short) + NUM_OUTPUT_TOKENS + 2
+    assert limit < len(long) + NUM_OUTPUT_TOKENS
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+    luck = luck_of("beside a long one")
+    given = [*long][: limit - NUM_OUTPUT_TOKENS // 4] if len(long) >= limit else [*long]
+    requests = [Request("short", short, params, luck), Request("long", tuple(given), params, luck)]
+    results = Bridge(LARGE, ModelDraft(LARGE, luck, max_model_len=limit), luck, Manner(on_time=1.0)).run(requests)
+    for result, request in zip(results, requests, strict=True):
+        check_same(result, reference(LARGE).greedy(request.prompt, params, None))
+    _, after = hints_by_limit(results[0], NUM_OUTPUT_TOKENS * 3 // 4)
+    assert after > 0, "the short one has hints to its end"
+
+
 def hints_by_limit(result: Result, num_tokens: int) -> tuple[int, int]:
     """Hints verified in steps that began before the output had so many tokens, and in later ones."""
     before = after = length = 0
@@ -39,5 +55,5 @@ def hints_by_limit(result: Result, num_tokens: int) -> tuple[int, int]:
         else:
             after += step.num_draft_tokens
         length += len(step.token_ids)
-    assert length > num_tokens
+    assert length >= num_tokens
     return before, after

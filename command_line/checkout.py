@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Final
@@ -63,3 +64,11 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
     if num_ranks == 1:
         return {}
     return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def engine_path() -> str:
+    """PYTHONPATH of another environment's Python: this checkout. An installed Outrider stands beside packages that are
+    not for others, so that it must be installed there, too."""
+    is_checkout = (ROOT / "pyproject.toml").is_file()
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*([str(ROOT)] if is_checkout else []), *([inherited] if inherited else [])])

@@ -30,6 +30,14 @@ def keys(
     expires_days: Annotated[
         int | None, typer.Option(min=1, help="Days until the key expires.", show_default="never")
     ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model that the key is for, by the name that /v1/models lists; may be repeated. All others do not "
+            "exist for it.",
+            show_default="all",
+        ),
+    ] = None,
     shares_prefixes: Annotated[
         bool,
         typer.Option(
@@ -60,7 +68,7 @@ def keys(
     key = new_key()
     try:
         scopes = frozenset(scope or [Scope.GENERATE])
-        text = entry(key, tenant, scopes, expires, note, shares_prefixes=shares_prefixes)
+        text = entry(key, tenant, scopes, expires, note, models=model or (), shares_prefixes=shares_prefixes)
         # Readable by the owner only: the file names the tenants.
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "a", encoding="utf-8") as opened:

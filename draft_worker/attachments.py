@@ -110,7 +110,7 @@ class Attachments(ABC, Generic[SessionT]):
         """Raises the error with which the session is refused."""
         if event.session_id in self._sessions:
             raise InvalidRequest("session_id", f"session {event.session_id} is already attached here")
-        if len(event.token_ids) >= self._max_model_len:
+        if self._is_too_long(len(event.token_ids)):
             raise InvalidRequest(
                 "token_ids",
                 f"{len(event.token_ids)} tokens exceed what this draft worker can follow "
@@ -119,6 +119,10 @@ class Attachments(ABC, Generic[SessionT]):
         if not self._knows(event.token_ids):
             raise InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
         self.check_room(is_background=event.is_background)
+
+    def _is_too_long(self, num_tokens: int) -> bool:
+        """Whether no hint can follow so many tokens: the last position of a model's context has no successor."""
+        return num_tokens >= self._max_model_len - 1
 
     def _knows(self, token_ids: list[int]) -> bool:
         return min(token_ids, default=0) >= 0 and max(token_ids, default=0) < self.vocab_size
@@ -154,10 +158,11 @@ class Attachments(ABC, Generic[SessionT]):
         # The sequence may become longer than this worker can follow, or the target's vocabulary is larger and it
         # generated a token that this worker lacks.
         is_known = self._knows(new_token_ids)
-        if event.is_finished or not is_known or known_len + len(new_token_ids) >= self._max_model_len:
+        if event.is_finished or not is_known or self._is_too_long(known_len + len(new_token_ids)):
             self._end(session, new_token_ids if is_known else [])
             self._remove(session, now)
-            end = AttachmentEnded(session.session_id)
+            end = AttachmentEnded(session.session_id, event.is_finished)
+            # At once, so that the target waits for no hints that cannot come.
             return [end] if event.is_finished else [Unsubscribe(session.target_address, session.session_id), end]
         is_resumed = event.accepts_hints and not session.accepts_hints
         session.accepts_hints = event.accepts_hints

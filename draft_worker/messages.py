@@ -86,9 +86,10 @@ class AttachmentRefused:
 
 @dataclass(frozen=True, slots=True)
 class AttachmentEnded:
-    """The target has reported the end of the session."""
+    """The target has reported the end of the session (`is_finished`), or this worker cannot follow it any further."""
 
     session_id: str
+    is_finished: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,15 +154,16 @@ class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer)
     async def _follow(
         self, session_id: str, actions: asyncio.Queue[Action], left_s: float
     ) -> AsyncIterator[draft_pb2.AttachStatus]:
-        """Yields the statuses of one attachment until it ends.
+        """Yields the statuses of one attachment until it ends. The last one says whether the session has finished; else
+        this worker cannot follow it any further.
 
         Raises the error it was refused with, and DeadlineExceeded after `left_s` unless that is 0. The call's own
         deadline cancels this generator.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + (left_s or math.inf)
-        status = draft_pb2.AttachStatus()
-        while not status.is_finished:
+        status, is_over = draft_pb2.AttachStatus(), False
+        while not is_over:
             if loop.time() >= until:
                 raise DeadlineExceeded("the request's deadline has passed")
             try:
@@ -170,7 +171,8 @@ class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer)
                     action = await actions.get()
                 if isinstance(action, AttachmentRefused):
                     raise action.error
-                status.is_finished = isinstance(action, AttachmentEnded)
+                if isinstance(action, AttachmentEnded):
+                    is_over, status.is_finished = True, action.is_finished
             except TimeoutError:
                 pass
             session = self._scheduler.progress(session_id)

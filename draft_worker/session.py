@@ -226,7 +226,7 @@ class DraftSession:
         """Whether more nodes may be drafted."""
         if self.features is not None and self.num_pending and self.features.num_known < len(self.token_ids) - 1:
             return False
-        return self.accepts_hints and len(self.token_ids) < self.limits.max_model_len - 1
+        return self.accepts_hints
 
     def begin(self) -> int:
         """Takes over the blocks that other sessions have computed for the committed tokens; returns the number of

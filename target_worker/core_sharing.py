@@ -1,5 +1,8 @@
 """Decides for each step whether the model also runs on the cores of the draft workers beside it. Pure.
 
+Only where an operator asks for it (`outrider serve --share-cores`, `--num-threads-beside-draft`): it is not shown to
+gain where the coordinator and clients need time on the same cores.
+
 On a machine of few cores a draft worker is idle for most of a large target's step, and its core could take part in the
 step. Beside a small target it is busy all the time, and a step that waits for a thread on its core takes longer than
 one without. No model predicts well which it is, so it is measured (`Trials`), for every size of batch and only in

@@ -26,8 +26,8 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way to generate. Outrider's target has core 0 and its draft core 1, or with two target cores both, as
-    `outrider serve` shares them out; a peer runs both models on all its cores."""
+    """One way to generate. Outrider's target has core 0 and its draft core 1, or with two target cores both, as with
+    `outrider serve --share-cores`; a peer runs both models on all its cores."""
 
     family: Family
     mode: str  # PLAIN, DRAFT or WEAK

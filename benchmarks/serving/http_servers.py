@@ -39,12 +39,15 @@ class ServerCommand:
         return f"http://127.0.0.1:{self.port}"
 
 
-def outrider_server(target: Path, draft: Path, *, port: int, grpc_port: int) -> ServerCommand:
-    """Command of `outrider serve`: the target on one core, the draft on the other, the rest unpinned."""
+def outrider_server(
+    target: Path, draft: Path, *words: str, port: int, grpc_port: int, name: str = "outrider"
+) -> ServerCommand:
+    """Command of `outrider serve` with further flags: the target on one core, the draft on the other, the rest
+    unpinned."""
     command = (sys.executable, "-m", "command_line", "serve")
     models = ("--target", str(target.resolve()), "--draft", str(draft.resolve()))
     ports = ("--port", str(port), "--grpc-port", str(grpc_port), "--served-model-name", MODEL_NAME)
-    return ServerCommand("outrider", port, (*command, *models, *ports), {"HF_HUB_OFFLINE": "1"})
+    return ServerCommand(name, port, (*command, *models, *ports, *words), {"HF_HUB_OFFLINE": "1"})
 
 
 def vllm_server(

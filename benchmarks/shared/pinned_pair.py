@@ -22,7 +22,7 @@ def pair_parser(docstring: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--share-cores",
         action="store_true",
-        help="let the target use the draft's core too, as `outrider serve` does (default: a core each)",
+        help="let the target use the draft's core too, as `outrider serve --share-cores` does (default: a core each)",
     )
     return parser
 

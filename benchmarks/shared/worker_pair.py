@@ -197,13 +197,14 @@ async def attach_draft(pair: WorkerPair, draft_address: str) -> AsyncIterator[Wo
 
 @dataclass(frozen=True, slots=True)
 class TwoCores:
-    """Cores of a target and a draft worker on two cores: as `outrider serve` plans them, or apart."""
+    """Cores of a target and a draft worker on two cores, as `outrider serve` plans them: apart, or with
+    `--share-cores`."""
 
     is_shared: bool
 
     @property
     def _plan(self) -> CorePlan:
-        return plan_cores([0, 1], 1, 1, may_share=self.is_shared)
+        return plan_cores([0, 1], 1, 1, shares_cores=self.is_shared)
 
     @property
     def target(self) -> WorkerThreads:

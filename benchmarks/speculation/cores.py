@@ -1,8 +1,9 @@
 """Compares ways to share two cores out between a target and its draft.
 
-Plain decoding on one core and on both, a draft with a core of its own, and a draft whose core the target uses, too,
-where it measures that to be faster, as `outrider serve` runs them. The second is what the draft's core would give
-without a draft: the same machine, spent on more target. Closed-loop load, modes alternate.
+Plain decoding on one core and on both, a draft with a core of its own as `outrider serve` runs them, and a draft whose
+core the target uses, too, where it measures that to be faster (`--share-cores`). The second is what the draft's core
+would give without a draft: the same machine, spent on more target. Closed-loop load, modes alternate. Coordinator and
+clients, which need time on the same cores, are not part of it: `serving_cores` has them.
 """
 
 from __future__ import annotations

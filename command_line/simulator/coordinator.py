@@ -41,7 +41,7 @@ from coordinator.request.sequence_losses import SequenceLosses
 from coordinator.request.target_choice import TargetChoice
 from coordinator.speculation.fallback import FallbackAction, FallbackController, FallbackPolicy
 from draft_worker.messages import Action as DraftAction
-from draft_worker.messages import AttachmentRefused, AttachSession, DetachSession
+from draft_worker.messages import AttachmentEnded, AttachmentRefused, AttachSession, DetachSession
 from outrider.errors import OutriderError
 from outrider.registry.worker_record import WorkerRecord
 from outrider.sampling_params import SamplingParams, SpeculationSettings
@@ -166,11 +166,12 @@ class Coordinator:
                     self._handle(session, TargetLeft(action.error))
 
     def on_draft_action(self, action: DraftAction) -> None:
-        """Tries another draft worker: this one turned out to be full."""
+        """Tries another draft worker: this one turned out to be full, or cannot follow the session any further."""
         session = self._sessions.get(getattr(action, "session_id", ""))
-        if session is None or session.draft is None or not isinstance(action, AttachmentRefused):
+        if session is None or session.draft is None:
             return
-        if action.attachment == session.num_attachments:
+        is_refusal = isinstance(action, AttachmentRefused) and action.attachment == session.num_attachments
+        if is_refusal or (isinstance(action, AttachmentEnded) and not action.is_finished):
             self._let_go_of_draft(session)
             self._attach(session)
 
@@ -298,6 +299,7 @@ class Coordinator:
             ranked = self._router.rank_drafts(
                 self._reservations.snapshot,
                 self._clock.now_s,
+                num_known=len(session.machine.committed()),
                 num_tokens=session.machine.spec.num_tokens_max,
                 excluded=session.tried,
                 target=target,

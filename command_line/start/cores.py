@@ -14,13 +14,11 @@ class CorePlan:
     targets: tuple[tuple[int, ...], ...]
     drafts: tuple[tuple[int, ...], ...]
     shared: tuple[tuple[int, ...], ...]
-    """Cores of draft workers that each target may use, too, where that is faster."""
+    """Cores of draft workers that each target uses, too."""
 
 
 NICENESS = 5
 """Lower priority of a draft worker whose cores a target uses, too: a step waits for the last of its threads."""
-SHARED_WORTH = 0.25
-"""Least part that a draft worker's cores must add to a target's for the target to use them, too."""
 
 
 def plan_cores(
@@ -31,14 +29,15 @@ def plan_cores(
     draft_threads: int | None = None,
     *,
     may_share: bool = True,
+    shares_cores: bool = False,
 ) -> CorePlan:
     """Splits cores between workers: a draft and its target run at the same time, always.
 
     A draft model is small and gets one core, or `draft_threads`, from the end. Targets share the rest evenly; from four
-    cores on one is left to the coordinator. Where that leaves a target few cores, it may use those of draft workers,
-    too: it measures whether it is the faster for it. With `target_threads` each target has so many, those of draft
-    workers where its own are fewer. may_share: whether targets can use those of draft workers at all. Too few cores for
-    one each: nobody is pinned. Each gets neighbours of `cores`, which are near to one memory (`machine.usable_cores`).
+    cores on one is left to the coordinator. With `target_threads` each target has so many, those of draft workers where
+    its own are fewer. shares_cores: targets also use the cores of draft workers in steps that are measured to be faster
+    for it. may_share: whether targets can use those of draft workers at all. Too few cores for one each: nobody is
+    pinned. Each gets neighbours of `cores`, which are near to one memory (`machine.usable_cores`).
     """
     width = draft_threads or 1
     if len(cores) < num_targets + num_drafts * width:
@@ -51,13 +50,9 @@ def plan_cores(
     share = len(rest) // num_targets
     own = min(share, target_threads or share)
     targets = tuple(tuple(rest[i * share : i * share + own]) for i in range(num_targets))
-    missing = max(target_threads - own, 0) if target_threads else len(ordered)
-    shared = []
-    for i in range(num_targets):
-        lent = [core for draft in drafts[i::num_targets] for core in draft][:missing]
-        is_worth_it = len(lent) >= SHARED_WORTH * own or target_threads is not None
-        shared.append(tuple(lent) if may_share and is_worth_it else ())
-    return CorePlan(targets, drafts, tuple(shared))
+    missing = max(target_threads - own, 0) if target_threads else len(ordered) if shares_cores else 0
+    lent = [[core for draft in drafts[i::num_targets] for core in draft] for i in range(num_targets)]
+    return CorePlan(targets, drafts, tuple(tuple(cores[: missing if may_share else 0]) for cores in lent))
 
 
 class WorkerThreads(NamedTuple):

@@ -5,7 +5,6 @@ Pure: options in, child specifications out. Paths are only put together here, ne
 
 from __future__ import annotations
 
-import os
 import shlex
 import ssl
 import sys
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from command_line.checkout import ROOT, launcher, module, rank_environment
+from command_line.checkout import engine_path, launcher, module, rank_environment
 from command_line.start.cores import WorkerThreads, draft_threads, plan_cores, target_threads
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
 from coordinator.settings import ALL_TENANTS, CoordinatorSettings, Hosting, Listen, Proxy, check_identity_provider
@@ -126,11 +125,16 @@ class Deployment:
     target_threads: int | None = setting(
         None, "threads of each target worker, in every step",
         CAPACITY, "threads", at_least=1,
-        shows="one on each of its cores, and on those of draft workers where that is measured to be faster",
+        shows="one on each of its cores",
     )  # fmt: skip
     draft_threads: int | None = setting(
         None, "threads and cores of each draft worker", CAPACITY, "threads", at_least=1, shows="1"
     )
+    share_cores: bool = setting(
+        False, "let targets also use the cores of draft workers in steps that this is measured to make faster; not "
+        "shown to gain where the coordinator and clients use these cores, too",
+        CAPACITY,
+    )  # fmt: skip
     api_keys: Path | None = same_as(CoordinatorSettings, "api_keys_file")
     oidc_issuer: str | None = same_as(CoordinatorSettings, "oidc_issuer")
     oidc_audience: str | None = same_as(CoordinatorSettings, "oidc_audience")
@@ -192,6 +196,10 @@ class Deployment:
             shlex.split(self.vllm_args)
         except ValueError as error:
             raise SettingError("vllm_args", f"--vllm-args: {error}") from None
+        is_fixed = is_vllm or self.tensor_parallel_size > 1 or self.target_threads is not None
+        if self.share_cores and (is_fixed or self.affinity is Affinity.NONE):
+            why = "for threads that may change: not with --engine vllm, several ranks, --target-threads or no affinity"
+            raise SettingError("share_cores", f"--share-cores is {why}")
 
     @property
     def knows_callers(self) -> bool:
@@ -247,6 +255,7 @@ def worker_specs(
     plan = plan_cores(
         *(usable, deployment.num_target_workers, num_drafts, deployment.target_threads, deployment.draft_threads),
         may_share=is_ours,  # ranks are not told how many threads a step has
+        shares_cores=deployment.share_cores,
     )
     target = replace(deployment, served_model_name=deployment.model_name)
     if deployment.engine is EngineName.VLLM:
@@ -311,14 +320,6 @@ def _vllm_spec(
         ready_timeout_s=WORKER_READY_TIMEOUT_S,
         stop_grace_s=WORKER_GRACE_S,
     )
-
-
-def engine_path() -> str:
-    """PYTHONPATH of another environment's Python: this checkout. An installed Outrider stands beside packages that are
-    not for others, so that it must be installed there, too."""
-    is_checkout = (ROOT / "pyproject.toml").is_file()
-    inherited = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([*([str(ROOT)] if is_checkout else []), *([inherited] if inherited else [])])
 
 
 def _flags_of(

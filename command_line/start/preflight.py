@@ -16,8 +16,8 @@ from math import floor, prod
 from pathlib import Path
 from typing import Any, Final
 
-from command_line.checkout import ROOT, check_installed, module
-from command_line.start.deployment import Deployment, WorkerMemory, engine_path, flatten
+from command_line.checkout import ROOT, check_installed, engine_path, module
+from command_line.start.deployment import Deployment, WorkerMemory, flatten
 from coordinator.access.api_keys import KeyFile
 from coordinator.settings import Hosting
 from outrider.addresses import bound_socket, join_address

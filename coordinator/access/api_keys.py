@@ -12,6 +12,7 @@
     sha256 = "5f3c..."                    # digest of the key, in hexadecimal
     scopes = ["generate"]                 # the default; "metrics" reads /metrics
     expires = 2027-06-30T00:00:00Z        # optional
+    models = ["small"]                    # optional: the only ones it is for, by the names that /v1/models lists
     shares_prefixes = false               # true: prompts' KV is shared with all such keys, see below
     note = "ranking service"              # optional, for people
 
@@ -21,6 +22,9 @@ be read, the previous keys work for GRACE_S; after that nobody is admitted until
 
 A prompt with a cached prefix is answered sooner, and `cached_tokens` reports the prefix. So tenants whose keys set
 `shares_prefixes` can find out which prompts the others of them sent. Without it a tenant shares only with itself.
+
+To a key that names its models all others do not exist: not in a list, a batch, a stored response or a tokenizer's call
+(`coordinator.service.model_catalog`).
 
 A key is 256 random bits, so a plain SHA-256 does not reveal it. Slow hashes are for passwords that people choose.
 """
@@ -34,7 +38,7 @@ import logging
 import re
 import secrets
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -84,6 +88,11 @@ class Caller:
     scopes: frozenset[Scope]
     limits: TenantLimits = field(default_factory=TenantLimits)
     shares_prefixes: bool = False  # shares its prompts' KV with all other such keys
+    models: frozenset[str] | None = None  # names of those that it may use; None: all
+
+    def may_use(self, model: str) -> bool:
+        """Whether the model that targets serve under this name is there for the caller."""
+        return self.models is None or model in self.models
 
     def check(self, scope: Scope) -> None:
         """Requires a scope. Raises Forbidden."""
@@ -95,6 +104,9 @@ ANYBODY: Final = Caller(None, frozenset(Scope))
 """The caller of every request when keys are not in use."""
 
 
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class _Key(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -102,6 +114,7 @@ class _Key(BaseModel):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     scopes: frozenset[Scope] = frozenset({Scope.GENERATE})
     expires: AwareDatetime | None = None
+    models: Annotated[frozenset[ModelName], Field(min_length=1)] | None = None
     shares_prefixes: bool = False
     note: str = ""
 
@@ -171,7 +184,7 @@ class KeyRing:
         if key.expires is not None and now >= key.expires:
             raise Unauthenticated(f"this API key expired at {key.expires:%Y-%m-%d %H:%M} UTC")
         limits = self._tenants.get(key.tenant, TenantLimits())
-        return Caller(key.tenant, key.scopes, limits, key.shares_prefixes)
+        return Caller(key.tenant, key.scopes, limits, key.shares_prefixes, key.models)
 
     def limits_of(self, tenant: str) -> TenantLimits:
         """The limits of a tenant that a token names. Raises Unavailable if they may be part of the damage."""
@@ -302,13 +315,17 @@ def entry(
     expires: datetime.datetime | None,
     note: str,
     *,
+    models: Collection[str] = (),
     shares_prefixes: bool = False,
 ) -> str:
-    """Formats a key as an entry to append to a file. Raises ValueError for values that a file cannot represent."""
+    """Formats a key as an entry to append to a file; without `models` it is for all. Raises ValueError for values that
+    a file cannot represent."""
     lines = ["[[keys]]", f"tenant = {_quoted(tenant)}", f'sha256 = "{digest(token)}"']
     lines.append(f"scopes = [{', '.join(_quoted(scope) for scope in sorted(scopes))}]")
     if expires is not None:
         lines.append(f"expires = {expires.astimezone(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}")
+    if models:
+        lines.append(f"models = [{', '.join(_quoted(model) for model in sorted(set(models)))}]")
     if shares_prefixes:
         lines.append("shares_prefixes = true")
     if note:

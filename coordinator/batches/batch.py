@@ -87,6 +87,7 @@ class Batch:
     batch_id: str
     tenant: str | None  # None: API keys are not in use
     shares_prefixes: bool = False  # as the API key says
+    models: frozenset[str] | None = None  # that it may use, as the API key said; None: all
     input_file_id: str
     endpoint: str
     window: str
@@ -132,7 +133,7 @@ class Batch:
             "output_life_s": self.output_life_s,
             "created_at": self.created_at,
             "expires_at": self.expires_at,
-        }
+        } | ({} if self.models is None else {"models": sorted(self.models)})
         return {"about": json.dumps(about), "state": self.state, "num_lines": str(self.num_lines)}
 
     @classmethod
@@ -140,6 +141,8 @@ class Batch:
         """Reads what Redis keeps. Raises ValueError if it is damaged."""
         try:
             about = json.loads(stored["about"])
+            if (models := about.pop("models", None)) is not None:
+                about["models"] = frozenset(models)
             times = {state: int(stored[f"{state}_at"]) for state in BatchState if f"{state}_at" in stored}
             return cls(
                 **about,
@@ -154,5 +157,5 @@ class Batch:
                 error_file_id=stored.get("error_file_id") or None,
                 times=times,
             )
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"the record of a batch is damaged: {error!r}") from error

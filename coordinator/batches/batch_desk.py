@@ -51,6 +51,7 @@ class BatchDesk:
             batch_id=f"batch_{uuid.uuid4().hex}",
             tenant=caller.tenant,
             shares_prefixes=caller.shares_prefixes,
+            models=caller.models,
             input_file_id=input_file_id,
             endpoint=endpoint,
             window=window,

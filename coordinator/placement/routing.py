@@ -43,6 +43,9 @@ LOAD_BOUND: Final = 1.25
 """A target takes prompts for their prefix up to this multiple of the mean load."""
 BUSY: Final = 0.75
 """Load from which a draft worker is busy: an idle one further away sends hints sooner."""
+FOLLOWED_MIN: Final = 32
+"""Fewest tokens after those known that a draft worker must be able to follow, unless the whole sequence is shorter:
+reading a prompt for fewer would cost it more than its hints are worth."""
 NEAR_US: Final = 2_000, 10_000
 """Round trips between draft worker and target, microseconds: near up to the first, far beyond the second. A target's
 step takes tens of milliseconds, and hints that are late for one are verified in the next."""
@@ -195,6 +198,7 @@ class Router:
         snapshot: Snapshot,
         now_s: float,
         *,
+        num_known: int,
         num_tokens: int,
         excluded: Collection[WorkerKey],
         target: WorkerRecord | None = None,
@@ -202,10 +206,11 @@ class Router:
         choice: DraftChoice = ANY_DRAFT,
         is_background: bool = False,
     ) -> list[WorkerRecord]:
-        """Draft workers of this choice with a free slot and room for `num_tokens`, the one to take first in front:
-        those with a model before memory workers, those with spare capacity before busy ones, then those near `target`.
-        `admits`: whether a draft worker may send hints for the sequence."""
-        groups: dict[tuple[bool, bool, int], list[WorkerRecord]] = {}
+        """Draft workers of this choice with a free slot and room for more than the `num_known` tokens so far, the one
+        to take first in front: those with a model before memory workers, those with spare capacity before busy ones,
+        those that can follow all `num_tokens`, prompt and output, before those that drop out at their own limit, then
+        those near `target`. `admits`: whether a draft worker may send hints for the sequence."""
+        groups: dict[tuple[bool, bool, bool, int], list[WorkerRecord]] = {}
         loads: dict[str, float] = {}
         for worker in snapshot.drafts:
             if (
@@ -213,14 +218,15 @@ class Router:
                 and admits(worker)
                 and (target is None or worker.can_read(target))
                 and choice.admits(worker.model_name)
-                and worker.max_model_len >= num_tokens
+                and worker.max_model_len >= min(num_tokens, num_known + FOLLOWED_MIN)
                 and self.has_room(worker, is_background=is_background)
                 and key_of(worker) not in excluded
                 and not self._is_on_trial(worker)
             ):
                 load = self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
                 distance = 0 if target is None else _distance(worker, target)
-                groups.setdefault((worker.engine == MEMORY, load >= BUSY, distance), []).append(worker)
+                is_short = worker.max_model_len < num_tokens
+                groups.setdefault((worker.engine == MEMORY, load >= BUSY, is_short, distance), []).append(worker)
                 loads[worker.worker_id] = load
         return [
             worker

@@ -119,6 +119,7 @@ class DraftLink:
             ranked = router.rank_drafts(
                 environment.snapshot(),
                 environment.now_s(),
+                num_known=len(self._session.committed()),
                 num_tokens=self._session.spec.num_tokens_max,
                 excluded=tried,
                 target=self._session.target,
@@ -150,7 +151,8 @@ class DraftLink:
         return is_permitted and self._is_memory in (None, is_memory) and spec.served.admits_draft(worker)
 
     async def _follow_one(self, worker: WorkerRecord) -> bool:
-        """Follows one attachment to its end. True if the session ended, False if the worker ended the attachment."""
+        """Follows one attachment to its end. True if the session ended, False if the worker ended the attachment: it
+        is lost, or the sequence has become longer than it can follow, which is no fault."""
         environment, session = self._environment, self._session
         self._num_attachments += 1
         request = draft_pb2.AttachRequest(

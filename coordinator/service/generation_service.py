@@ -220,7 +220,7 @@ class GenerationService:
         environment, caller = self.environment, request.origin.caller
         request = _on_behalf_of_its_caller(request)
         check_input(request)
-        served, model, targets = self.catalog.find(request.model)
+        served, model, targets = self.catalog.find(request.model, caller)
         if not has_begun:
             environment.limits.rates.check(caller)
             retry_after_s = environment.placement.admission.retry_after_s(model)

@@ -11,6 +11,7 @@ from typing import Final
 
 from prometheus_client import Gauge
 
+from coordinator.access.api_keys import ANYBODY
 from coordinator.placement.routing import Exclusion
 from coordinator.request.environment import Environment
 from coordinator.service.model_catalog import ModelCatalog
@@ -52,7 +53,7 @@ class Housekeeping:
         for pool, workers in (("target", snapshot.targets), ("draft", snapshot.drafts)):
             usable, _ = environment.placement.router.usable(workers, environment.now_s())
             metrics.live_workers.labels(pool).set(len(usable))
-        served = self._catalog.served()
+        served = self._catalog.served(ANYBODY)
         for model in served:
             metrics.know(model.model)
         self._tell_unpaired([model.model for model in served])

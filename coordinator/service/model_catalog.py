@@ -1,4 +1,8 @@
-"""The models that are served now, and the reasons not to use registered workers."""
+"""The models that are served now, for whom, and the reasons not to use registered workers.
+
+Invariant: whatever turns a name from outside into a model or its tokenizer passes through `find` or `tokenizer_of`,
+with its caller. A model that a caller may not use does not exist for it: no answer tells the two apart.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from coordinator.access.api_keys import Caller
 from coordinator.models.model_table import ModelTable
 from coordinator.models.models_file import ServedModels
 from coordinator.models.served_model import ServedModel
@@ -46,8 +51,8 @@ class ModelCatalog:
     # The worker of this model that left its pool last.
     _last_departure: Callable[[Pool, str], str | None]
 
-    def served(self) -> list[ModelStatus]:
-        """Models with at least one usable target, in order of their names."""
+    def served(self, caller: Caller) -> list[ModelStatus]:
+        """The caller's models with at least one usable target, in order of their names."""
         snapshot, now_s = self._snapshot(), self._now_s()
         drafts, _ = self._router.usable(snapshot.drafts, now_s)
         return [
@@ -59,6 +64,7 @@ class ModelCatalog:
                 served.tokenizer.has_chat_template,
             )
             for served, name, targets in self._live(self._models.current()).values()
+            if caller.may_use(name)
         ]
 
     def names(self) -> Collection[str]:
@@ -87,31 +93,29 @@ class ModelCatalog:
 
         return unpaired(drafts, targets, admits)
 
-    def tokenizer_of(self, asked: str) -> tuple[Tokenizer, int | None]:
+    def tokenizer_of(self, asked: str, caller: Caller) -> tuple[Tokenizer, int | None]:
         """The tokenizer of a model, which need not have a target, and its longest context, in tokens, if it has one. An
         empty name is the only tokenizer. Raises ModelNotFound and InvalidRequest."""
         table = self._models.current()
         live = self._live(table)
-        name = self._name_of(asked, table, live)
+        names = _names(table, live, caller)
+        name = _name_of(asked, table, live, caller)
+        if not name and caller.models is not None:
+            name = _only(names)
         served = table.get(name) if name else table.only
         if served is None:
-            raise _ambiguous(live.keys() | table.by_name.keys())
+            raise _ambiguous(names)
         targets = [target for found in live.values() for target in found.targets if name in ("", found.name)]
         return served.tokenizer, max((target.max_model_len for target in targets), default=None)
 
-    def find(self, asked: str) -> FoundModel:
-        """A model with its usable targets; an empty name is the only one. Raises ModelNotFound naming those served,
+    def find(self, asked: str, caller: Caller) -> FoundModel:
+        """A model with its usable targets; an empty name is the only one. Raises ModelNotFound naming the caller's,
         InvalidRequest if a name is required, or Unavailable."""
         table = self._models.current()
         live = self._live(table)
-        name = self._name_of(asked, table, live)
-        if not name:
-            served = live.keys() | table.by_name.keys()
-            if len(served) > 1:
-                raise _ambiguous(served)
-            name = next(iter(served), "")
+        name = _name_of(asked, table, live, caller) or _only(_names(table, live, caller))
         if name not in live:
-            raise Unavailable(self._why_no_target(name, table), 2.0)
+            raise Unavailable(self._why_no_target(name, table, caller), 2.0)
         return live[name]
 
     def has_draft(self, model_name: str) -> bool:
@@ -128,15 +132,11 @@ class ModelCatalog:
             if (served := table.get(name)) is not None
         }
 
-    def _name_of(self, asked: str, table: ModelTable, live: dict[str, FoundModel]) -> str:
-        """The name of the model that a client means. Raises ModelNotFound."""
-        name, served = table.name_of(asked), live.keys() | table.by_name.keys()
-        if name and served and name not in served:
-            raise ModelNotFound(f"The model {name!r} does not exist; there is {', '.join(sorted(served))}")
-        return name
-
-    def _why_no_target(self, name: str, table: ModelTable) -> str:
-        """The reason, from the targets of this name and those of names that are not served; an empty name is any."""
+    def _why_no_target(self, name: str, table: ModelTable, caller: Caller) -> str:
+        """The reason, from the targets of this name and those of names that are not served; an empty name is any. A
+        caller that may not know of all models gets none."""
+        if caller.models is not None:
+            return f"no target worker of {name or 'your models'} is live"
         concerned = [
             each
             for each in self._snapshot().targets
@@ -150,6 +150,29 @@ class ModelCatalog:
             reasons.append("the registry does not answer")
         of_model = f" of {name}" if len(table.by_name) > 1 else ""
         return f"no target worker{of_model} is live" + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
+def _names(table: ModelTable, live: Collection[str], caller: Caller) -> Collection[str]:
+    """The models that the caller may name, with or without a target."""
+    return {name for name in {*live, *table.by_name} if caller.may_use(name)}
+
+
+def _name_of(asked: str, table: ModelTable, live: Collection[str], caller: Caller) -> str:
+    """The name of the model that a client means. Raises ModelNotFound."""
+    name, known = table.name_of(asked), {*live, *table.by_name}
+    if name and ((known and name not in known) or not caller.may_use(name)):
+        names = _names(table, live, caller)
+        told = f"; there is {', '.join(sorted(names))}" if names else ""
+        hidden = "" if caller.models is None else " or you do not have access to it"
+        raise ModelNotFound(f"The model {asked!r} does not exist{hidden}{told}")
+    return name
+
+
+def _only(names: Collection[str]) -> str:
+    """The only model; empty if there is none. Raises InvalidRequest if there are several."""
+    if len(names) > 1:
+        raise _ambiguous(names)
+    return next(iter(names), "")
 
 
 def _ambiguous(names: Collection[str]) -> InvalidRequest:

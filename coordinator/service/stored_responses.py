@@ -124,7 +124,7 @@ class StoredResponses:
         """Finds what a request refers to. Raises InvalidRequest for what is not kept, RegistryUnavailable."""
         before: list[Item] = []
         if references.previous_id is not None:
-            found = await self._read(caller, _RESPONSE_ID, references.previous_id, "input", "output")
+            found = await self._read(caller, references.previous_id, "input", "output")
             if found is None:
                 raise InvalidRequest("previous_response_id", self._missing(f"response {references.previous_id!r}"))
             before = [*found[0], *found[1]]
@@ -135,11 +135,11 @@ class StoredResponses:
         items: dict[str, Item] = {}
         num_bytes = 0
         for name in names:
-            texts = [] if self._store is None else await self._store.read_response(_name(caller, name), "output")
-            num_bytes += sum(len(text) for text in texts if text)
+            texts = await self._texts(caller, name, "output")
+            num_bytes += sum(map(len, texts))
             if num_bytes > READ_BYTES_MAX:
                 raise InvalidRequest("input", f"input refers to more than {READ_BYTES_MAX} bytes of stored items")
-            items |= {item["id"]: item for text in texts if text for item in json.loads(text)}
+            items |= {item["id"]: item for text in texts for item in json.loads(text)}
         missing = [each for each in references.item_ids if each not in items]
         if missing:
             raise InvalidRequest("input", self._missing(f"item {missing[0]!r}"))
@@ -147,7 +147,7 @@ class StoredResponses:
 
     async def get(self, caller: Caller, response_id: str) -> dict[str, Any]:
         """Returns a response as it was answered. Raises NotFound, RegistryUnavailable."""
-        found = await self._read(caller, _RESPONSE_ID, response_id, "response", "output")
+        found = await self._read(caller, response_id, "response", "output")
         if found is None:
             raise NotFound(self._missing(f"response {response_id!r}"), "response_id")
         return {**found[0], "output": found[1]}
@@ -155,19 +155,28 @@ class StoredResponses:
     async def delete(self, caller: Caller, response_id: str) -> None:
         """Deletes a response. Raises NotFound, RegistryUnavailable."""
         match, num_deleted = _RESPONSE_ID.fullmatch(response_id), 0
-        if self._store is not None and match is not None:
+        if self._store is not None and match is not None and await self._texts(caller, match[1], "response"):
             name = _name(caller, match[1])
             self._forget(name)
             num_deleted = await self._store.delete_responses([name])
         if not num_deleted:
             raise NotFound(self._missing(f"response {response_id!r}"), "response_id")
 
-    async def _read(self, caller: Caller, pattern: re.Pattern[str], an_id: str, *fields: str) -> list[Any] | None:
-        match = pattern.fullmatch(an_id)
-        if self._store is None or match is None:
-            return None
-        texts = await self._store.read_response(_name(caller, match[1]), *fields)
-        return None if None in texts else [json.loads(text or "") for text in texts]
+    async def _read(self, caller: Caller, response_id: str, *fields: str) -> list[Any] | None:
+        match = _RESPONSE_ID.fullmatch(response_id)
+        texts = [] if match is None else await self._texts(caller, match[1], *fields)
+        return [json.loads(text) for text in texts] or None
+
+    async def _texts(self, caller: Caller, request_id: str, *fields: str) -> list[str]:
+        """These fields of a response; none of one that is not kept, or whose model does not exist for the caller."""
+        if self._store is None:
+            return []
+        about, *texts = await self._store.read_response(_name(caller, request_id), "response", *fields)
+        if about is None or None in texts:
+            return []
+        if caller.models is not None and not caller.may_use(json.loads(about).get("model", "")):
+            return []
+        return [text for text in texts if text is not None]
 
     def _missing(self, what: str) -> str:
         why = f"responses are kept for {self._life_s:g} s, except long ones and those with store: false"

@@ -39,8 +39,8 @@ class MemoryLimits:
         CAPACITY, "tokens", at_least=4096,
     )  # fmt: skip
     max_scopes: int = setting(
-        1024, "tenants, times their cache salts, that are remembered; beyond that the one that was silent longest is "
-        "forgotten",
+        1024, "tenants, times their cache salts, that are remembered; beyond that the tenant with the most forgets the "
+        "one that was silent longest",
         CAPACITY, "scopes", at_least=1,
     )  # fmt: skip
     max_num_seqs: int = setting(1024, "sessions followed at once", CAPACITY, "sessions", at_least=1)

@@ -4,12 +4,15 @@ A session's output is remembered as it is committed, so that others of its scope
 lookup on the target searches that. A session's hint tree is sent anew, below a newer root, when it is half used up or
 the committed tokens have left it; what the target commits meanwhile only moves its cursor down the tree.
 
+What waits to be remembered, and what is kept of sessions that have left, is bounded as the memory itself is: beyond a
+bound the tenant with the most loses its oldest.
+
 A target that pauses hints sends the rest of the output when the session ends, so a paused session is remembered, too.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -67,6 +70,7 @@ class MemoryScheduler(Attachments[MemorySession]):
         self.memory = TokenMemory(max_tokens=limits.max_memory_tokens, max_scopes=limits.max_scopes)
         self.counts = MemoryCounts()
         self._left: OrderedDict[str, RememberedSequence] = OrderedDict()  # by session id
+        self._num_left: Counter[str] = Counter()  # by tenant
         self._backlog: OrderedDict[str, tuple[MemorySession, list[int]]] = OrderedDict()  # tokens not remembered yet
         self._num_unread = 0  # tokens in it
 
@@ -78,7 +82,7 @@ class MemoryScheduler(Attachments[MemorySession]):
     def _admit(self, event: AttachSession, now: float) -> MemorySession:
         num_prompt_tokens = event.num_prompt_tokens or len(event.token_ids)
         scope = event.owner, event.cache_salt
-        sequence = self._left.pop(event.session_id, None)
+        sequence = self._take_left(event.session_id)
         if sequence is None or sequence.scope != scope or sequence.committed_len > len(event.token_ids):
             sequence = RememberedSequence.after(scope, event.token_ids[:num_prompt_tokens])
         max_len = num_prompt_tokens + event.sampling.max_tokens
@@ -115,8 +119,19 @@ class MemoryScheduler(Attachments[MemorySession]):
     def _forget(self, session: MemorySession) -> None:
         if session.session_id not in self._backlog:
             self._left[session.session_id] = session.sequence
+            self._num_left[session.sequence.scope[0]] += 1
             if len(self._left) > SEQUENCES_KEPT:
-                self._left.popitem(last=False)
+                most = _most(self._num_left)
+                self._take_left(next(each for each, left in self._left.items() if left.scope[0] == most))
+
+    def _take_left(self, session_id: str) -> RememberedSequence | None:
+        sequence = self._left.pop(session_id, None)
+        if sequence is not None:
+            owner = sequence.scope[0]
+            self._num_left[owner] -= 1
+            if not self._num_left[owner]:
+                del self._num_left[owner]
+        return sequence
 
     def _remember(self, session: MemorySession, token_ids: list[int]) -> None:
         """Remembers a session's new tokens, many of them later."""
@@ -128,7 +143,13 @@ class MemoryScheduler(Attachments[MemorySession]):
         session.num_unread += len(token_ids)
         self._num_unread += len(token_ids)
         while self._num_unread > self.limits.max_memory_tokens:
-            _, (late, skipped) = self._backlog.popitem(last=False)
+            unread_of = Counter[str]()
+            for late, skipped in self._backlog.values():
+                unread_of[late.sequence.scope[0]] += len(skipped)
+            most = _most(unread_of)
+            late, skipped = self._backlog.pop(
+                next(each for each, (late, _) in self._backlog.items() if late.sequence.scope[0] == most)
+            )
             self._take_from_backlog(late, skipped)
             late.sequence.skip(skipped)
 
@@ -172,3 +193,8 @@ class MemoryScheduler(Attachments[MemorySession]):
         session.num_sent_nodes += len(tree.hints)
         where = session.target_address, session.session_id, session.attachment
         return [SendHints(*where, tree.base_len, tree.hints, match_len=match.length)]
+
+
+def _most(amounts: Counter[str]) -> str:
+    """The tenant with the most; of equal ones the first."""
+    return max(amounts, key=amounts.__getitem__)

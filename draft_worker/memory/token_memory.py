@@ -7,8 +7,11 @@ may be long. This memory keeps what LZ77 compressors keep (RFC 1951, section 4):
 bounded part of one chain.
 
 Sequences grow while others are searched, so that sessions which run at the same time find each other's tokens. A
-sequence is kept in pieces of at most `PIECE_TOKENS`. Beyond `max_tokens` the largest scope forgets the piece that has
-not grown for longest, so whoever generates most forgets their own. Nothing of a scope is found in another one.
+sequence is kept in pieces of at most `PIECE_TOKENS`. Nothing of a scope is found in another one.
+
+Room belongs to tenants, whatever salts they use: beyond `max_tokens` the tenant with the most forgets, of its largest
+scope the piece that has not grown for longest; beyond `max_scopes` the tenant with the most scopes forgets the one that
+was silent longest. So a tenant that keeps to its part, of as many equal ones as there are tenants, loses nothing.
 """
 
 from __future__ import annotations
@@ -62,6 +65,14 @@ class _Remembered:
     num_tokens: int = 0
 
 
+@dataclass(slots=True)
+class _Tenant:
+    """Everything remembered for one tenant."""
+
+    scopes: OrderedDict[str, _Remembered] = field(default_factory=OrderedDict)  # by salt, in order of last growth
+    num_tokens: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class RememberedSequence:
     """One session's sequence, of which what was appended is remembered."""
@@ -102,13 +113,10 @@ class TokenMemory:
         self.max_tokens, self.max_scopes = max_tokens, max_scopes
         self.num_tokens = 0  # with PIECE_COST for each piece
         self.num_forgotten_tokens = 0
-        self._scopes: OrderedDict[Scope, _Remembered] = OrderedDict()  # in order of last growth
+        self.num_scopes = 0
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # by digest, in order of last growth
         self._pieces: dict[int, _Piece] = {}
         self._num_pieces = 0  # ever made
-
-    @property
-    def num_scopes(self) -> int:
-        return len(self._scopes)
 
     def append(self, sequence: RememberedSequence, token_ids: Sequence[int]) -> None:
         """Remembers the next tokens of a sequence."""
@@ -131,14 +139,19 @@ class TokenMemory:
         if full is not None:
             full.following = number
         sequence.piece = number
-        remembered = self._scopes.setdefault(sequence.scope, _Remembered())
+        owner, salt = sequence.scope
+        tenant = self._tenants.setdefault(owner, _Tenant())
+        self.num_scopes += salt not in tenant.scopes
+        remembered = tenant.scopes.setdefault(salt, _Remembered())
         remembered.pieces[number] = self._pieces[number] = piece
-        self._count(remembered, PIECE_COST)
+        self._count(tenant, remembered, PIECE_COST)
         return piece
 
     def _index(self, piece: _Piece, new: Sequence[int]) -> None:
         tokens, earlier = piece.token_ids, piece.earlier
-        remembered = self._scopes[piece.scope]
+        owner, salt = piece.scope
+        tenant = self._tenants[owner]
+        remembered = tenant.scopes[salt]
         latest, base = remembered.latest, piece.number << _PIECE_BITS
         start = len(tokens)
         tokens.extend(new)
@@ -149,26 +162,32 @@ class TokenMemory:
             gram = (tokens[offset - 3] << 42) ^ (tokens[offset - 2] << 21) ^ tokens[offset - 1]
             earlier.append(latest.get(gram, NOWHERE))
             latest[gram] = base + offset
-        self._scopes.move_to_end(piece.scope)
+        self._tenants.move_to_end(owner)
+        tenant.scopes.move_to_end(salt)
         remembered.pieces.move_to_end(piece.number)
-        self._count(remembered, len(new))
+        self._count(tenant, remembered, len(new))
         self._make_room()
 
-    def _count(self, remembered: _Remembered, num_tokens: int) -> None:
+    def _count(self, tenant: _Tenant, remembered: _Remembered, num_tokens: int) -> None:
         remembered.num_tokens += num_tokens
+        tenant.num_tokens += num_tokens
         self.num_tokens += num_tokens
 
     def _make_room(self) -> None:
-        while len(self._scopes) > self.max_scopes:
-            oldest = next(iter(self._scopes.values()))
-            for piece in list(oldest.pieces.values()):
+        # Of equal tenants the one that was silent longest comes first.
+        while self.num_scopes > self.max_scopes:
+            tenant = max(self._tenants.values(), key=lambda each: len(each.scopes))
+            for piece in list(next(iter(tenant.scopes.values())).pieces.values()):
                 self._forget(piece)
         while self.num_tokens > self.max_tokens:
-            largest = max(self._scopes.values(), key=lambda each: each.num_tokens)
+            tenant = max(self._tenants.values(), key=lambda each: each.num_tokens)
+            largest = max(tenant.scopes.values(), key=lambda each: each.num_tokens)
             self._forget(next(iter(largest.pieces.values())))
 
     def _forget(self, piece: _Piece) -> None:
-        remembered = self._scopes[piece.scope]
+        owner, salt = piece.scope
+        tenant = self._tenants[owner]
+        remembered = tenant.scopes[salt]
         tokens, latest, base = piece.token_ids, remembered.latest, piece.number << _PIECE_BITS
         for offset in range(len(tokens) - 1, max(piece.first, MIN_MATCH) - 1, -1):
             gram = (tokens[offset - 3] << 42) ^ (tokens[offset - 2] << 21) ^ tokens[offset - 1]
@@ -179,15 +198,19 @@ class TokenMemory:
                 else:
                     del latest[gram]
         del remembered.pieces[piece.number], self._pieces[piece.number]
-        self._count(remembered, -piece.cost)
+        self._count(tenant, remembered, -piece.cost)
         self.num_forgotten_tokens += len(tokens) - piece.first
         if not remembered.pieces:
-            del self._scopes[piece.scope]
+            del tenant.scopes[salt]
+            self.num_scopes -= 1
+        if not tenant.scopes:
+            del self._tenants[owner]
 
     def find(self, scope: Scope, window: Sequence[int]) -> Match:
         """Finds the latest places of `scope` after the end of `window`: of those that a bounded search meets, the ones
         with the longest match, of at most MAX_MATCH tokens."""
-        remembered = self._scopes.get(scope)
+        tenant = self._tenants.get(scope[0])
+        remembered = None if tenant is None else tenant.scopes.get(scope[1])
         if remembered is None or len(window) < MIN_MATCH:
             return NO_MATCH
         own = array("i", window[-MAX_MATCH:])

@@ -151,6 +151,17 @@ def test_a_key_shares_prefixes_where_that_was_asked_for(tmp_path: Path) -> None:
     assert [caller.shares_prefixes for caller in callers] == [False, True]
 
 
+def test_a_key_is_for_the_models_that_were_named_and_else_for_all(tmp_path: Path) -> None:
+    path, runner = tmp_path / "keys.toml", CliRunner()
+    made = [
+        runner.invoke(app, ["keys", str(path), "--tenant", "search", *more])
+        for more in ([], ["--model", "small", "--model", 'a "b"'])
+    ]
+    callers = [KeyFile(path).authenticate(f"Bearer {each.stdout.strip()}") for each in made]
+    assert [caller.models for caller in callers] == [None, frozenset({"small", 'a "b"'})]
+    assert [caller.may_use("large") for caller in callers] == [True, False]
+
+
 def test_a_file_of_keys_that_is_broken_is_not_added_to(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("[[keys")

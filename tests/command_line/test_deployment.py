@@ -33,30 +33,32 @@ def flags(command: tuple[str, ...]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "num_targets", "num_drafts", "targets", "drafts", "shared"),
+    ("num_cores", "num_targets", "num_drafts", "targets", "drafts", "lent"),
     [
-        (1, 1, 1, ((),), ((),), ((),)),
+        (1, 1, 1, ((),), ((),), ((),)),  # nothing to divide
         (2, 1, 1, ((0,),), ((1,),), ((1,),)),
         (2, 1, 0, ((0, 1),), (), ((),)),
         (3, 1, 1, ((0, 1),), ((2,),), ((2,),)),
         (4, 1, 1, ((1, 2),), ((3,),), ((3,),)),
         (4, 2, 2, ((0,), (1,)), ((2,), (3,)), ((2,), (3,))),
         (8, 2, 1, ((1, 2, 3), (4, 5, 6)), ((7,),), ((7,), ())),
-        (8, 1, 1, ((1, 2, 3, 4, 5, 6),), ((7,),), ((),)),  # it would add too little
+        (8, 1, 1, ((1, 2, 3, 4, 5, 6),), ((7,),), ((7,),)),
+        (64, 1, 1, (tuple(range(1, 63)),), ((63,),), ((63,),)),
         (3, 2, 2, ((), ()), ((), ()), ((), ())),
     ],
 )
-def test_workers_have_cores_of_their_own_and_a_target_may_use_those_of_its_drafts(
+def test_workers_have_cores_of_their_own_and_lend_them_only_where_that_is_asked_for(
     num_cores: int,
     num_targets: int,
     num_drafts: int,
     targets: tuple[tuple[int, ...], ...],
     drafts: tuple[tuple[int, ...], ...],
-    shared: tuple[tuple[int, ...], ...],
+    lent: tuple[tuple[int, ...], ...],
 ) -> None:
-    assert plan_cores(range(num_cores), num_targets, num_drafts) == CorePlan(targets, drafts, shared)
-    nothing = ((),) * num_targets
-    assert plan_cores(range(num_cores), num_targets, num_drafts, may_share=False) == CorePlan(targets, drafts, nothing)
+    apart = CorePlan(targets, drafts, ((),) * num_targets)
+    assert plan_cores(range(num_cores), num_targets, num_drafts) == apart
+    assert plan_cores(range(num_cores), num_targets, num_drafts, shares_cores=True) == CorePlan(targets, drafts, lent)
+    assert plan_cores(range(num_cores), num_targets, num_drafts, shares_cores=True, may_share=False) == apart
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_workers_have_cores_of_their_own_and_a_target_may_use_those_of_its_draft
         ((1, None), ((1,),), ((3,),), ((),)),
         ((2, None), ((1, 2),), ((3,),), ((),)),
         ((3, None), ((1, 2),), ((3,),), ((3,),)),
-        ((None, 2), ((1,),), ((2, 3),), ((2, 3),)),
+        ((None, 2), ((1,),), ((2, 3),), ((),)),
         ((None, 4), ((),), ((),), ((),)),  # there is none left for the target
     ],
 )
@@ -78,8 +80,18 @@ def test_numbers_of_threads_can_be_given(
     assert plan_cores(range(4), 1, 1, *threads) == CorePlan(targets, drafts, shared)
 
 
-def test_workers_get_their_cores_as_flag_and_threads() -> None:
-    target, draft = worker_specs(PAIR, [0, 1], "abc")
+@pytest.mark.parametrize("given", [{}, {"target_threads": 1, "draft_threads": 1}])
+def test_by_default_cores_are_apart_as_with_a_thread_for_each_model(given: dict[str, Any]) -> None:
+    target, draft = worker_specs(replace(PAIR, **given), [0, 1], "abc")
+    for spec, core in ((target, "0"), (draft, "1")):
+        assert flags(spec.command)["--cpu-affinity"] == core
+        assert flags(spec.command)["--num-threads"] == spec.environment["OMP_NUM_THREADS"] == "1"
+        assert "--num-threads-beside-draft" not in spec.command
+        assert "nice" not in spec.command
+
+
+def test_a_target_that_shares_cores_gets_them_as_flag_and_threads() -> None:
+    target, draft = worker_specs(replace(PAIR, share_cores=True), [0, 1], "abc")
     assert flags(target.command)["--cpu-affinity"] == "0,1"
     assert flags(draft.command)["--cpu-affinity"] == "1"
     assert flags(target.command)["--num-threads"] == target.environment["OMP_NUM_THREADS"] == "2"
@@ -88,8 +100,18 @@ def test_workers_get_their_cores_as_flag_and_threads() -> None:
     assert draft.command[:3] == ("nice", "-n", "5"), "a step waits for the target's thread on its core"
 
 
-@pytest.mark.parametrize("given", [{"target_threads": 1}, {"tensor_parallel_size": 2}, {"engine": EngineName.VLLM}])
-def test_a_target_that_cannot_change_its_threads_leaves_the_drafts_core_alone(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [{"target_threads": 2}, {"tensor_parallel_size": 2}, {"engine": EngineName.VLLM}, {"affinity": Affinity.NONE}],
+)
+def test_cores_are_not_shared_where_threads_are_fixed(given: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match="--share-cores is for threads that may change") as refusal:
+        replace(PAIR, share_cores=True, **given)
+    assert refusal.value.name == "share_cores"
+
+
+@pytest.mark.parametrize("given", [{"tensor_parallel_size": 2}, {"engine": EngineName.VLLM}])
+def test_ranks_and_vllm_leave_the_drafts_core_alone(given: dict[str, Any]) -> None:
     target, draft = worker_specs(replace(PAIR, **given), [0, 1], "abc")
     assert target.command[target.command.index("--cpu-affinity") + 1] == "0"
     assert "--num-threads-beside-draft" not in target.command

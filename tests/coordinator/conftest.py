@@ -88,7 +88,7 @@ class ClusterFactory:
                         pool,
                         address,
                         worker.fingerprint or fingerprint,
-                        **({"model_name": worker.model_name, "engine": worker.engine} | record),
+                        **(registered(worker) | record),
                     )
                     for address, worker in zip(addresses, workers, strict=True)
                 )
@@ -104,6 +104,12 @@ class ClusterFactory:
                 httpx.AsyncClient(transport=transport, base_url="http://coordinator", timeout=30)
             )
             yield Cluster(service, client, targets, drafts, seen)
+
+
+def registered(worker: FakeTarget | FakeDraft) -> dict[str, Any]:
+    """The fields of a fake worker's record that the fake itself determines."""
+    own = {"model_name": worker.model_name, "engine": worker.engine}
+    return own | ({"max_model_len": worker.max_model_len} if isinstance(worker, FakeDraft) else {})
 
 
 @pytest.fixture(scope="session")

@@ -182,10 +182,12 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
 
     is_full: bool = False
     lets_go_after_s: float | None = None
+    is_at_limit: Callable[[], bool] = lambda: False  # whether the sequence has become too long for it
     is_mute: bool = False  # accepts the call and never reports
     model_name: str = "demo"  # as registered
     engine: str = ""  # as registered
     fingerprint: str | None = None  # as registered; None: the cluster's
+    max_model_len: int = 1024  # as registered
     requests: list[draft_pb2.AttachRequest] = field(default_factory=list)
     num_open: int = 0
     num_closed: int = 0
@@ -200,6 +202,8 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
         try:
             while not self.is_mute:
                 yield draft_pb2.AttachStatus(committed_len=len(request.token_ids))
+                if self.is_at_limit():
+                    return
                 if self.lets_go_after_s is not None:
                     await asyncio.sleep(self.lets_go_after_s)
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "killed by the test")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.access.api_keys import ANYBODY
 from coordinator.api.grpc import grpc_api
 from outrider.errors import InvalidRequest, NotFound
 from protos.outrider.v1 import common_pb2, generation_pb2
@@ -176,6 +177,6 @@ async def test_an_unknown_model_is_not_found(clusters: ClusterFactory) -> None:
 
 async def test_models_are_listed_with_their_workers(clusters: ClusterFactory) -> None:
     async with clusters.open([clusters.target(), clusters.target()], [FakeDraft()]) as cluster:
-        (model,) = grpc_api.list_models(cluster.service).models
+        (model,) = grpc_api.list_models(cluster.service, ANYBODY).models
     assert (model.id, model.num_target_workers, model.num_draft_workers) == ("demo", 2, 1)
     assert model.max_model_len == 1024

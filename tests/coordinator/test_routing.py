@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from coordinator.placement.routing import FULL_S, LOAD_BOUND, ModelKey, Router, WorkerKey, key_of, prefix_key
+from coordinator.placement.routing import (
+    FOLLOWED_MIN,
+    FULL_S,
+    LOAD_BOUND,
+    ModelKey,
+    Router,
+    WorkerKey,
+    key_of,
+    prefix_key,
+)
 from outrider.registry.worker_record import MEMORY, Snapshot, WorkerRecord
 from tests.coordinator.fakes import model_table, record_of
 
@@ -101,21 +110,42 @@ def test_a_mismatch_of_tokenizers_shows_both_fingerprints() -> None:
 
 def test_a_draft_may_have_a_model_name_of_its_own() -> None:
     small = draft(0, model_name="draft-of-demo")
-    assert router("demo").rank_drafts(Snapshot(drafts=(small,)), 0.0, num_tokens=10, excluded=()) == [small]
+    assert router("demo").rank_drafts(Snapshot(drafts=(small,)), 0.0, num_known=1, num_tokens=10, excluded=()) == [
+        small
+    ]
 
 
 def test_a_memory_worker_comes_after_draft_workers_that_are_busy_or_far() -> None:
     memory = draft(0, engine=MEMORY)
     busy, far = draft(1, num_running=7), draft(2, zone="elsewhere")
     target_here = target(0, zone="here")
-    told: dict[str, Any] = {"num_tokens": 10, "excluded": (), "target": target_here}
+    told: dict[str, Any] = {"num_known": 1, "num_tokens": 10, "excluded": (), "target": target_here}
     assert router().rank_drafts(Snapshot(drafts=(memory, busy, far)), 0.0, **told) == [far, busy, memory]
     assert router().rank_drafts(Snapshot(drafts=(memory,)), 0.0, **told) == [memory]
 
 
 def test_a_full_draft_worker_is_not_asked() -> None:
     full = draft(0, num_running=8)
-    assert not router().rank_drafts(Snapshot(drafts=(full,)), 0.0, num_tokens=10, excluded=())
+    assert not router().rank_drafts(Snapshot(drafts=(full,)), 0.0, num_known=1, num_tokens=10, excluded=())
+
+
+def test_a_draft_worker_of_short_context_is_used_as_far_as_it_can_follow() -> None:
+    """A client that sends no `max_tokens` asks for the rest of the target's context."""
+    short, long = draft(0, max_model_len=1024), draft(1, max_model_len=8192, zone="elsewhere")
+    told: dict[str, Any] = {"num_tokens": 8192, "excluded": (), "target": target(0, zone="here")}
+    both = Snapshot(drafts=(short, long))
+    assert router().rank_drafts(both, 0.0, num_known=100, **told) == [long, short]
+    assert router().rank_drafts(Snapshot(drafts=(short,)), 0.0, num_known=100, **told) == [short]
+    at_its_limit = 1024 - FOLLOWED_MIN
+    assert router().rank_drafts(Snapshot(drafts=(short,)), 0.0, num_known=at_its_limit, **told) == [short]
+    assert router().rank_drafts(both, 0.0, num_known=at_its_limit + 1, **told) == [long]
+    assert router().rank_drafts(both, 0.0, num_known=2000, **told) == [long]
+
+
+def test_a_draft_worker_follows_a_sequence_that_ends_within_its_context_however_little_is_left() -> None:
+    short = Snapshot(drafts=(draft(0, max_model_len=1024),))
+    assert router().rank_drafts(short, 0.0, num_known=1020, num_tokens=1024, excluded=())
+    assert not router().rank_drafts(short, 0.0, num_known=1020, num_tokens=1025, excluded=())
 
 
 def test_a_context_that_does_not_fit_goes_elsewhere() -> None:
@@ -143,13 +173,15 @@ def test_a_draft_worker_that_keeps_failing_is_left_alone_for_longer_until_it_is_
         made.pass_over(worker, now_s)
         made.pass_over(worker, now_s + 0.1)  # another session that notices the same
         began_s = now_s
-        while not made.rank_drafts(Snapshot(drafts=(worker,)), now_s, num_tokens=10, excluded=()):
+        while not made.rank_drafts(Snapshot(drafts=(worker,)), now_s, num_known=1, num_tokens=10, excluded=()):
             now_s += 0.5
         waits.append(now_s - began_s)
     assert waits == [3, 6, 12, 24, 48, 48, 48]
     made.has_served(worker)
     made.pass_over(worker, now_s)
-    assert made.rank_drafts(Snapshot(drafts=(worker,)), now_s + 3.0, num_tokens=10, excluded=()) == [worker]
+    assert made.rank_drafts(Snapshot(drafts=(worker,)), now_s + 3.0, num_known=1, num_tokens=10, excluded=()) == [
+        worker
+    ]
 
 
 def test_failures_of_long_ago_are_forgotten() -> None:
@@ -301,13 +333,13 @@ class TestBackground:
     def test_nor_do_they_keep_others_from_a_draft_worker(self) -> None:
         full = draft(0, num_running=8, num_background=6)
         snapshot = Snapshot(drafts=(full,), num_reserved={full.incarnation: 8})
-        assert router().rank_drafts(snapshot, 0.0, num_tokens=10, excluded=()) == [full]
-        assert not router().rank_drafts(snapshot, 0.0, num_tokens=10, excluded=(), is_background=True)
+        assert router().rank_drafts(snapshot, 0.0, num_known=1, num_tokens=10, excluded=()) == [full]
+        assert not router().rank_drafts(snapshot, 0.0, num_known=1, num_tokens=10, excluded=(), is_background=True)
 
     def test_at_a_draft_worker_they_leave_slots_free(self) -> None:
         for num_running, has_room in ((6, True), (7, False)):
             snapshot = Snapshot(drafts=(draft(0, num_running=num_running),))
-            found = router().rank_drafts(snapshot, 0.0, num_tokens=10, excluded=(), is_background=True)
+            found = router().rank_drafts(snapshot, 0.0, num_known=1, num_tokens=10, excluded=(), is_background=True)
             assert bool(found) is has_room
 
 
@@ -322,7 +354,7 @@ def test_a_target_that_said_it_is_full_is_left_alone_for_a_moment() -> None:
 class TestDraftChoice:
     def ranked(self, made: Router, target: WorkerRecord, *drafts: WorkerRecord) -> list[WorkerRecord]:
         snapshot = Snapshot(drafts=drafts)
-        return made.rank_drafts(snapshot, 0.0, num_tokens=10, excluded=(), target=target)
+        return made.rank_drafts(snapshot, 0.0, num_known=1, num_tokens=10, excluded=(), target=target)
 
     def test_the_nearest_by_measurement_comes_first(self) -> None:
         here = target(0)
@@ -363,7 +395,7 @@ class TestDraftChoice:
         snapshot = Snapshot(drafts=(worker,))
 
         def usable() -> bool:
-            return bool(made.rank_drafts(snapshot, 100.0, num_tokens=10, excluded=(), target=here))
+            return bool(made.rank_drafts(snapshot, 100.0, num_known=1, num_tokens=10, excluded=(), target=here))
 
         assert usable()
         made.open_session(worker)

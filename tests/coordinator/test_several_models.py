@@ -16,6 +16,7 @@ import httpx
 import pytest
 from prometheus_client import generate_latest
 
+from coordinator.access.api_keys import ANYBODY
 from coordinator.api.grpc import grpc_api
 from coordinator.api.http.line_calls import LineCalls
 from coordinator.intake.run_identity import prompt_digest
@@ -145,7 +146,7 @@ class TestEachRequest:
                 asked = generation_pb2.GenerationRequest(model=name, prompt="import", sampling=sampling)
                 chunks = [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
                 assert "".join(chunk.text for chunk in chunks) == fleet.says(name, 8)
-            listed = grpc_api.list_models(cluster.service).models
+            listed = grpc_api.list_models(cluster.service, ANYBODY).models
             assert [(each.id, each.num_target_workers) for each in listed] == [("large", 1), ("small", 1)]
 
     async def test_over_the_other_apis_too(self, clusters: ClusterFactory, fleet: Fleet) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from draft_worker.memory import scheduler as memory_scheduler
 from draft_worker.memory.options import MemoryLimits
 from draft_worker.memory.scheduler import MAX_READ, MemoryScheduler
 from draft_worker.messages import (
@@ -53,7 +54,7 @@ def test_what_a_session_generated_is_hinted_at_in_the_next_from_its_first_token_
     made = scheduler()
     assert attach(made, "a")[:2] == [AttachmentAccepted("a"), Subscribe("t:1", "a", 1, 3, is_memory=True)]
     commit(made, "a", 3, *OUTPUT)
-    assert commit(made, "a", 33, is_finished=True) == [AttachmentEnded("a")]
+    assert commit(made, "a", 33, is_finished=True) == [AttachmentEnded("a", True)]
     assert tokens(attach(made, "b")) == OUTPUT[: len(tokens(attach(made, "c")))]
     assert made.counts.num_hits
 
@@ -102,7 +103,7 @@ def test_a_paused_session_is_remembered_and_gets_no_hints() -> None:
     commit(made, "a", 3, *OUTPUT)
     attach(made, "b")
     assert not commit(made, "b", 3, 50, accepts_hints=False)
-    assert commit(made, "b", 4, 51, 52, 53, 54, is_finished=True, accepts_hints=False) == [AttachmentEnded("b")]
+    assert commit(made, "b", 4, 51, 52, 53, 54, is_finished=True, accepts_hints=False) == [AttachmentEnded("b", True)]
     attach(made, "c")
     assert tokens(commit(made, "c", 3, 50, 51, 52))[:2] == [53, 54]
 
@@ -172,6 +173,32 @@ def test_a_backlog_beyond_the_memory_is_skipped_not_kept() -> None:
     assert made.memory.num_tokens <= 4096
 
 
+def test_a_tenants_backlog_costs_no_other_its_own() -> None:
+    made = scheduler(max_memory_tokens=4096, max_model_len=100_000)
+    attach(made, "quiet", owner="quiet")
+    commit(made, "quiet", 3, *range(2048 + 10))
+    for number in range(8):
+        attach(made, f"loud-{number}", owner="loud", cache_salt=f"{number}")
+        commit(made, f"loud-{number}", 3, *range(3000))
+    assert made._num_unread <= 4096
+    quiet = made.progress("quiet")
+    assert quiet is not None
+    assert quiet.num_unread == 2048 + 10, "it waits to be remembered"
+
+
+def test_sequences_of_a_tenant_that_have_left_push_out_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_scheduler, "SEQUENCES_KEPT", 4)
+    made = scheduler()
+    for number, owner in enumerate(["quiet", *["loud"] * 10]):
+        attach(made, f"{number}", owner=owner, cache_salt=f"{number}")
+        commit(made, f"{number}", 3, *OUTPUT[:10])
+        made.handle(DetachSession(f"{number}", 1))
+    assert len(made._left) == made._num_left.total() == 4
+    before = made.memory.num_tokens
+    attach(made, "0", PROMPT + OUTPUT[:12], owner="quiet", cache_salt="0")
+    assert made.memory.num_tokens == before + 2, "it goes on where it was left"
+
+
 def test_what_cannot_be_followed_is_refused_or_let_go_by_name() -> None:
     made = scheduler(max_num_seqs=1, max_model_len=10)
     (refused,) = attach(made, "long", list(range(10)))
@@ -184,9 +211,9 @@ def test_what_cannot_be_followed_is_refused_or_let_go_by_name() -> None:
     (refused,) = attach(made, "b")
     assert isinstance(refused, AttachmentRefused)
     assert isinstance(refused.error, Overloaded)
-    assert commit(made, "a", 3, *range(7)) == [Unsubscribe("t:1", "a"), AttachmentEnded("a")]
+    assert commit(made, "a", 3, *range(7)) == [Unsubscribe("t:1", "a"), AttachmentEnded("a", False)]
     attach(made, "b")
-    assert commit(made, "b", 3, 1 << 31) == [Unsubscribe("t:1", "b"), AttachmentEnded("b")]
+    assert commit(made, "b", 3, 1 << 31) == [Unsubscribe("t:1", "b"), AttachmentEnded("b", False)]
 
 
 def test_a_session_in_the_background_gives_its_slot_to_another() -> None:

@@ -274,7 +274,7 @@ class RandomLife(RuleBasedStateMachine):
     def finish(self, name: str) -> None:
         session = self.world.scheduler.progress(name)
         if session is not None:
-            assert self.world.tell(CommitReceived(name, 0, [], True, True)) == [AttachmentEnded(name)]
+            assert self.world.tell(CommitReceived(name, 0, [], True, True)) == [AttachmentEnded(name, True)]
 
     @rule()
     def link_breaks(self) -> None:

@@ -108,6 +108,31 @@ def test_beyond_the_number_of_scopes_the_one_that_was_silent_longest_goes() -> N
     assert [bool(memory.find((name, ""), [1, 2, 3]).places) for name in "abc"] == [True, False, True]
 
 
+@pytest.mark.parametrize("num_salts", [1, 3, 500])
+def test_salts_give_a_tenant_no_more_room(num_salts: int) -> None:
+    """Another's tokens stay, as long as these are not more than its part."""
+    memory = TokenMemory(max_tokens=16 * PIECE_TOKENS, max_scopes=64)
+    own = list(range(6 * PIECE_TOKENS))
+    memory.append(RememberedSequence.after(("quiet", "own"), []), own)
+    salted = [RememberedSequence.after(("loud", f"{number}"), []) for number in range(num_salts)]
+    for number in range(40 * PIECE_TOKENS // 64):
+        memory.append(salted[number % num_salts], [number] * 64)
+    assert memory.num_tokens <= memory.max_tokens
+    assert memory.num_scopes <= memory.max_scopes
+    for start in range(3, len(own) - 8, 100):
+        assert found(memory, own[start - 3 : start], ("quiet", "own")) == [tuple(own[start : start + 8])]
+
+
+def test_of_several_tenants_beyond_their_part_all_keep_as_much() -> None:
+    memory = TokenMemory(max_tokens=12 * PIECE_TOKENS, max_scopes=64)
+    for _ in range(40):
+        for tenant, num_salts in (("a", 1), ("b", 5), ("c", 20)):
+            for salt in range(num_salts):
+                memory.append(RememberedSequence.after((tenant, f"{salt}"), []), [1, 2, 3, 4] * 50)
+    kept = [tenant.num_tokens for tenant in memory._tenants.values()]
+    assert max(kept) - min(kept) <= PIECE_TOKENS
+
+
 def test_a_memory_without_room_for_two_pieces_is_refused() -> None:
     with pytest.raises(ValueError, match="room for two pieces"):
         TokenMemory(max_tokens=PIECE_TOKENS, max_scopes=1)
@@ -128,7 +153,12 @@ def test_bounds_and_scopes_hold_whatever_is_remembered(events: list[tuple[int, l
         assert sequences[i].committed_len == len(texts[i])
         assert memory.num_tokens == sum(piece.cost for piece in memory._pieces.values()) <= MAX_TOKENS
         assert memory.num_scopes <= 2
-        for kept in memory._scopes.values():
+        tenants = memory._tenants.values()
+        assert memory.num_scopes == sum(len(tenant.scopes) for tenant in tenants)
+        assert all(tenant.scopes for tenant in tenants), "one without tokens is forgotten"
+        for tenant in tenants:
+            assert tenant.num_tokens == sum(kept.num_tokens for kept in tenant.scopes.values())
+        for kept in (kept for tenant in tenants for kept in tenant.scopes.values()):
             assert len(kept.latest) <= kept.num_tokens
             assert {place // PIECE_TOKENS for place in kept.latest.values()} <= kept.pieces.keys()
         for scope_number, scope in enumerate(SCOPES):

@@ -262,11 +262,11 @@ def _target_core(
     return TargetCore(scheduler, model, TargetMetrics("tiny", "target"))
 
 
-def _draft_core(tiny: TinyModel, mask_token_id: int | None, *, is_head: bool = False) -> DraftCore:
+def _draft_core(tiny: TinyModel, mask_token_id: int | None, max_model_len: int, *, is_head: bool) -> DraftCore:
     limits = DraftLimits(
         max_num_seqs=2 * MAX_NUM_SEQS,  # it hears of a session's end later
         max_num_batched_tokens=256,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         max_nodes=40 if tiny.vocab_size == LARGE.vocab_size else 16,
         max_lookahead=8 if tiny.vocab_size == LARGE.vocab_size else 4,
         num_mask_tokens=3,
@@ -382,10 +382,18 @@ class ModelDraft:
 
     is_memory = False
 
-    def __init__(self, tiny: TinyModel, luck: int, mask_token_id: int | None = None, *, is_head: bool = False) -> None:
+    def __init__(
+        self,
+        tiny: TinyModel,
+        luck: int,
+        mask_token_id: int | None = None,
+        *,
+        is_head: bool = False,
+        max_model_len: int = MAX_MODEL_LEN,
+    ) -> None:
         """`mask_token_id`: of a draft that guesses several tokens in one pass; any token serves, rightly or wrongly.
         `is_head`: whether it runs a draft head of `tiny`."""
-        self.core = _draft_core(tiny, mask_token_id, is_head=is_head)
+        self.core = _draft_core(tiny, mask_token_id, max_model_len, is_head=is_head)
         self._rng = random.Random(luck)
         self._requests: dict[str, tuple[Request, int]] = {}
 

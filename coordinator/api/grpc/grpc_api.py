@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Final
 
+from coordinator.access.api_keys import Caller
 from coordinator.api.answer.answer_size import SMALL_ANSWER_VALUES, num_values
 from coordinator.intake.generation_request import (
     CHOICES_MAX,
@@ -149,7 +150,7 @@ def _begun_as(request_id: str, entry: JournalEntry | None) -> generation_pb2.Gen
     return request
 
 
-def list_models(service: GenerationService) -> generation_pb2.ListModelsResponse:
+def list_models(service: GenerationService, caller: Caller) -> generation_pb2.ListModelsResponse:
     """Serves Generation.ListModels."""
     return generation_pb2.ListModelsResponse(
         models=[
@@ -159,7 +160,7 @@ def list_models(service: GenerationService) -> generation_pb2.ListModelsResponse
                 num_target_workers=status.num_target_workers,
                 num_draft_workers=status.num_draft_workers,
             )
-            for status in service.catalog.served()
+            for status in service.catalog.served(caller)
         ]
     )
 

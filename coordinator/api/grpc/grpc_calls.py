@@ -11,7 +11,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
-from coordinator.access.api_keys import Scope
+from coordinator.access.api_keys import ANYBODY, Scope
 from coordinator.api.grpc import grpc_api
 from coordinator.api.grpc.grpc_ingress import Pace
 from coordinator.intake.generation_request import Origin
@@ -40,13 +40,12 @@ class GrpcCalls:
 
     async def list_models(self, metadata: Metadata) -> generation_pb2.ListModelsResponse:
         """Serves Generation.ListModels. Raises Unauthenticated, Forbidden or Unavailable."""
-        await self._origin(metadata)
-        return grpc_api.list_models(self._service)
+        return grpc_api.list_models(self._service, (await self._origin(metadata)).caller)
 
     def readiness(self) -> health_pb2.HealthCheckResponse:
         """Tells whether a target worker is usable."""
         status = health_pb2.HealthCheckResponse
-        return status(status=status.SERVING if self._service.catalog.served() else status.NOT_SERVING)
+        return status(status=status.SERVING if self._service.catalog.served(ANYBODY) else status.NOT_SERVING)
 
     @contextmanager
     def counted(self) -> Iterator[None]:

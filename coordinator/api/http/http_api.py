@@ -12,6 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from coordinator.access.api_keys import ANYBODY, Caller
 from coordinator.api.answer.json_text import to_json_text
 from coordinator.api.anthropic.message_body import CountTokensBody
 from coordinator.api.http.calls import unread
@@ -40,7 +41,7 @@ class HttpApi:
         self._service = service
         self._started_s = int(time.time())
 
-    async def models(self) -> dict[str, Any]:
+    async def models(self, request: Request) -> dict[str, Any]:
         return {
             "object": "list",
             "data": [
@@ -54,21 +55,23 @@ class HttpApi:
                     "num_target_workers": status.num_target_workers,
                     "num_draft_workers": status.num_draft_workers,
                 }
-                for status in self._service.catalog.served()
+                for status in self._service.catalog.served(caller_of(request))
             ],
         }
 
-    async def model(self, name: str) -> dict[str, Any]:
-        for entry in (await self.models())["data"]:
+    async def model(self, request: Request, name: str) -> dict[str, Any]:
+        for entry in (await self.models(request))["data"]:
             if entry["id"] == name:
                 return dict(entry)
         raise ModelNotFound(f"The model {name!r} does not exist")
 
     async def health(self, request: Request) -> Response:
         """Answers 200 while at least one target worker is usable, else 503; authenticated callers get details."""
-        models, refusal = self._service.catalog.served(), self._service.environment.models.refusal()
+        models, refusal = self._service.catalog.served(ANYBODY), self._service.environment.models.refusal()
         snapshot = self._service.snapshot()
-        if self._service.knows_callers and not hasattr(request.state, "caller"):
+        caller: Caller | None = getattr(request.state, "caller", None)
+        # Details are about all models.
+        if self._service.knows_callers and (caller is None or caller.models is not None):
             return JSONResponse({"status": "ready" if models else "not ready"}, 200 if models else 503)
         body = {
             "status": "ready" if models else "no target worker is live",
@@ -102,7 +105,7 @@ class HttpApi:
 
     async def ping(self) -> Response:
         """Answers 200 while at least one target worker is usable, else 503, as SageMaker asks."""
-        return Response(status_code=200 if self._service.catalog.served() else 503)
+        return Response(status_code=200 if self._service.catalog.served(ANYBODY) else 503)
 
     async def version(self) -> dict[str, str]:
         return {"version": __version__}
@@ -129,7 +132,7 @@ class HttpApi:
             return body, body.to_input(request_id_of(request))
 
         body, text = await unless_small(self._service.threads, raw, read)
-        tokenizer, longest = self._service.catalog.tokenizer_of(body.model)
+        tokenizer, longest = self._service.catalog.tokenizer_of(body.model, caller_of(request))
         tokens = await self._service.preparation.tokenize(text, tokenizer)
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
 
@@ -150,7 +153,7 @@ class HttpApi:
             return body, translated(body, body.translate, request_id_of(request))
 
         body, asked = await unless_small(self._service.threads, raw, read)
-        tokenizer = self._service.catalog.find(asked.model).served.tokenizer
+        tokenizer = self._service.catalog.find(asked.model, caller_of(request)).served.tokenizer
         with renamed_errors(body.names):
             tokens = await self._service.preparation.tokenize(asked, tokenizer)
         ignored = [*body.ignored, *unread(body.template_words(), tokenizer)]
@@ -175,7 +178,7 @@ class HttpApi:
             return body
 
         body = await unless_small(self._service.threads, raw, read)
-        tokenizer, _ = self._service.catalog.tokenizer_of(body.model)
+        tokenizer, _ = self._service.catalog.tokenizer_of(body.model, caller_of(request))
         await unless_small(self._service.threads, raw, partial(_check_token_ids, body.tokens, tokenizer.vocab_size))
         text = await self._service.preparation.decode(body.tokens, tokenizer, skip_special_tokens=False)
         return JSONResponse({"prompt": text})

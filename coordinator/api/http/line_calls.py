@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from coordinator.access.api_keys import Caller, Scope, TenantLimits
+from coordinator.access.api_keys import ANYBODY, Caller, Scope, TenantLimits
 from coordinator.api.answer.openai_response import error_body
 from coordinator.api.http.calls import CALLS, Asked, Referring
 from coordinator.api.http.generation_calls import internal_error, whole_answer
@@ -65,8 +65,9 @@ class LineCalls:
         with renamed_errors(asked.names):
             for each in asked.inputs:
                 check_input(each)
-        with suppress(Unavailable):  # there may be a target later
-            self._service.catalog.find(asked.inputs[0].model)
+        # There may be a target later. Whether its key is for the model is judged when the line runs.
+        with suppress(Unavailable):
+            self._service.catalog.find(asked.inputs[0].model, ANYBODY)
 
     def room(self) -> int:
         """How many sequences of lines this replica may run: as many as the targets have slots for them, and at most
@@ -82,7 +83,7 @@ class LineCalls:
             asked = await unless_small(service.threads, body, lambda: self._read(url, body, request_id))
         async with hold(num_sequences(asked.inputs)):
             arrival_s = service.environment.now_s()
-            caller = Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes)
+            caller = Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes, batch.models)
             async with turn:
                 with renamed_errors(asked.names):
                     specs = [in_background(await service.prepare(self._input(each, caller))) for each in asked.inputs]

@@ -1,7 +1,8 @@
-"""An engine tells its hint server of commits as often as somebody waits for them, and gives hints a share of its time."""
+"""An engine tells its hint server of commits as often as somebody waits for them; hints have a share of its time."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ class Link:
     is_busy = False
 
     def __init__(self) -> None:
-        self.hints: list[tuple[hints_pb2.HintFrame, float]] = []
+        self.hints = deque[tuple[hints_pb2.HintFrame, float]]()
         self.commits: list[hints_pb2.CommitFrame] = []
         self.opened: list[int] = []
         self.on_wait: Callable[[float], None] = lambda longest_s: None
@@ -43,7 +44,7 @@ class Link:
 
     def receive(self, now: float) -> Iterator[tuple[hints_pb2.HintFrame, float]]:
         while self.hints:
-            yield self.hints.pop(0)
+            yield self.hints.popleft()
 
     def wait(self, longest_s: float) -> None:
         self.on_wait(longest_s)
@@ -63,10 +64,10 @@ class Engine:
         self.hints.open("a", self.text, draft_pb2.AttachRequest(), frozenset(), is_sampled=False)
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        self.now += max(seconds, 1e-6)  # as a real clock: it never stands
 
-    def flood(self, frame_s: float) -> list[int]:
-        """Frames arrive without end, and taking each computes for so long. Returns the list of their numbers to which
+    def flood(self, frame_s: float, num_frames: int = 20_000) -> list[int]:
+        """Many frames have arrived, and taking each computes for so long. Returns the list of their numbers to which
         those that are taken are added."""
         taken = list[int]()
 
@@ -76,7 +77,7 @@ class Engine:
             self.now += frame_s
 
         self.requests.take = take  # type: ignore[method-assign]
-        self.link.hints = [(hints_pb2.HintFrame(ping=number), self.now) for number in range(100_000)]
+        self.link.hints = deque((hints_pb2.HintFrame(ping=number), self.now) for number in range(num_frames))
         return taken
 
     def run(self, num_steps: int) -> list[hints_pb2.CommitFrame]:
@@ -124,11 +125,11 @@ def test_the_end_of_a_request_is_told_at_once() -> None:
     assert [commit.is_finished for frame in engine.link.commits for commit in frame.commits][-1:] == [True]
 
 
-@pytest.mark.parametrize("frame_s", [1e-5, 1e-4, 0.003])
+@pytest.mark.parametrize("frame_s", [2e-5, 1e-4, 0.003])
 def test_a_flood_has_its_share_of_the_engines_time_and_the_rest_waits(frame_s: float) -> None:
     engine = Engine()
     taken = engine.flood(frame_s)
-    num_steps, longest_s, began = 500, 0.0, engine.now
+    num_steps, longest_s, began = 200, 0.0, engine.now
     for _ in range(num_steps):
         before = engine.computed_s
         engine.hints.collect()
@@ -141,22 +142,20 @@ def test_a_flood_has_its_share_of_the_engines_time_and_the_rest_waits(frame_s: f
 
 def test_hints_of_a_quiet_step_are_all_taken_at_once() -> None:
     engine = Engine()
-    taken = engine.flood(1e-5)
-    del engine.link.hints[50:]
+    taken = engine.flood(1e-5, 50)
     engine.hints.collect()
     assert len(taken) == 50
 
 
 def test_time_in_which_others_have_the_processor_is_not_counted() -> None:
     engine = Engine()
-    taken = engine.flood(0.0)
+    taken = engine.flood(0.0, 50)
 
     def take(frame: hints_pb2.HintFrame, at: float) -> None:
         taken.append(frame.ping)
         engine.now += 0.1
 
     engine.requests.take = take  # type: ignore[method-assign]
-    del engine.link.hints[50:]
     engine.hints.collect()
     assert len(taken) == 50
 
@@ -171,7 +170,7 @@ def test_a_flood_neither_ends_a_wait_for_hints_nor_keeps_the_engine_busy_in_it()
     assert until <= engine.now < until + TAKE_S
     assert engine.computed_s <= TAKE_S + TAKE_SHARE * 0.05 + 2e-4
     assert len(taken) > 20, "hints go on to be taken, honest ones among them"
-    assert not waits, "the link has some at any time"
+    assert len(waits) < 5, "while the share is used up it does not look for more"
 
 
 def test_after_the_loss_of_a_hint_server_requests_are_announced_over_several_steps() -> None:

@@ -21,7 +21,9 @@ from outrider.engines.frames import (
     time_number,
 )
 
-FRAMES = st.tuples(st.sampled_from(sorted(set(FrameKind) - {FrameKind.TAKEN})), st.binary(max_size=300), st.integers(0, (1 << 32) - 1))
+FRAMES = st.tuples(
+    st.sampled_from(sorted(set(FrameKind) - {FrameKind.TAKEN})), st.binary(max_size=300), st.integers(0, (1 << 32) - 1)
+)
 
 
 @given(st.lists(FRAMES, max_size=8), st.lists(st.integers(1, 40), min_size=1))

@@ -1,4 +1,4 @@
-"""Which hints go to an engine next: each draft worker has its turns, and what one sends beyond them displaces its own."""
+"""Which hints go to an engine next: each draft worker has turns, and what one sends beyond them displaces its own."""
 
 from __future__ import annotations
 

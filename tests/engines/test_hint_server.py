@@ -19,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.engines.engine_hints import EngineHints, hello
 from outrider.engines.hint_link import HintLink
 from outrider.engines.hinted_requests import Fed, HintedRequests
-from outrider.engines.pending_hints import NODES_MAX
 from outrider.errors import Overloaded, TokenizerMismatch
 from outrider.local.free_ports import free_ports
 from outrider.security.certificate_authority import CertificateAuthority
@@ -303,56 +302,6 @@ async def test_a_stream_that_floods_is_ended() -> None:
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         engine.step()
         assert engine.hints.is_on
-
-
-class Flood(FakeDraft):
-    """Attaches as an honest draft worker does, and then sends trees of the largest size as fast as it can."""
-
-    num_sent = 0
-
-    async def _follow(self, request: Any, token_ids: list[int]) -> AsyncIterator[draft_pb2.AttachStatus]:
-        frame = hints_pb2.HintFrame()
-        for first in range(1, 17):
-            frame.nodes.add(
-                channel=1, base_len=len(token_ids), first_node_id=first, parent_ids=range(NODES_MAX),
-                token_ids=range(NODES_MAX),
-            )  # fmt: skip
-        async with self._dialer.open(request.target_address, Role.TARGET, ()) as channel:
-            call = hints_pb2_grpc.HintsStub(channel).Exchange()
-            subscribe = hints_pb2.Subscribe(
-                session_id=request.session_id, attachment=request.attachment, known_len=len(token_ids), channel=1,
-                hint_token=request.hint_token,
-            )  # fmt: skip
-            await call.write(hints_pb2.HintFrame(subscribe=[subscribe]))
-            yield draft_pb2.AttachStatus()
-            last_at = time.monotonic()
-            while True:
-                await call.write(frame)
-                self.num_sent += 1
-                if time.monotonic() - last_at > 1.0:
-                    last_at = time.monotonic()
-                    yield draft_pb2.AttachStatus()
-
-
-async def test_honest_draft_workers_have_their_hints_verified_beside_one_that_floods() -> None:
-    honest, flood = FakeDraft(), Flood()
-    ports = free_ports(2)
-    async with serving(honest, ports[0]), serving(flood, ports[1]), running(ports) as engine:
-        for index in range(8):
-            engine.open(f"request {index}")
-        await engine.steps_until(lambda: len(honest.known) >= 4 and len(flood.known) >= 4, "both have some")
-        await engine.steps_until(lambda: flood.num_sent > 50, "it floods")
-        before = {name: len(text) for name, text in engine.texts.items()}
-        num_steps = 0
-
-        def is_done() -> bool:
-            nonlocal num_steps
-            num_steps += 1
-            return all(len(engine.texts[name]) >= before[name] + num_steps + 10 for name in honest.known)
-
-        await engine.steps_until(is_done, "each of the honest one's requests gains by its hints")
-        assert engine.link.num_starts == 1
-        assert not honest.ended, "no honest stream was lost"
 
 
 async def test_certificates_are_checked_both_ways(tmp_path: Path) -> None:

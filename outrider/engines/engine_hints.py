@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
+from outrider.concurrency.loop_share import LoopShare
 from outrider.engines.frames import NUMBER_MAX, FrameKind
 from outrider.engines.hint_link import HintLink
 from outrider.engines.hinted_requests import Fed, HintedRequests
-from outrider.hint_service.loop_share import LoopShare
 from protos.outrider.v1 import draft_pb2
 
 logger = logging.getLogger(__name__)

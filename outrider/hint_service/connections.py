@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.hint_service.loop_share import LoopShare
+from outrider.concurrency.loop_share import LoopShare
 
 logger = logging.getLogger(__name__)
 

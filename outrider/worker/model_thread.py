@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
 from outrider.concurrency import time_slices
-from outrider.hint_service.loop_share import LoopShare
+from outrider.concurrency.loop_share import LoopShare
 from outrider.worker.peer_events import PeerEvents
 
 logger = logging.getLogger(__name__)

@@ -59,8 +59,7 @@ def test_the_largest_frame_of_each_kind_is_held_and_nothing_larger_is_made(kind:
         reader = FrameReader({kind})
         reader.feed(frame[:split])
         assert reader.next() is None
-        assert not reader.has_frame
-        assert reader.room == len(frame) - split
+        assert [reader.has_frame, reader.room] == [False, len(frame) - split]
         reader.feed(frame[split:])
         assert reader.has_frame
         assert reader.next() == (kind, 7, bytes(BYTES_MAX[kind]))

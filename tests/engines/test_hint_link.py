@@ -169,7 +169,6 @@ def test_one_step_sends_a_bounded_amount(peer: Peer) -> None:
     link.open(0.0)
     link.flush(0.0)
     peer.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
-    assert not link.is_busy
     num_bytes = BYTES_MAX[FrameKind.OPEN]
     link.send(FrameKind.OPEN, bytes(num_bytes))
     reading = threading.Thread(target=peer.received, args=(2,))

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from outrider.concurrency.loop_share import BURST_S, SHARE_MAX
 from outrider.hint_service.connections import FLOODED_S, NEWCOMER_S, SLICE_S, Connection, Connections
-from outrider.hint_service.loop_share import BURST_S, SHARE_MAX
 
 PIECE_S = 0.0002
 TURN_S = 1e-5

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest.mock import patch
 
+from outrider.concurrency.loop_share import LoopShare
 from outrider.hint_service import connections
-from outrider.hint_service.loop_share import LoopShare
 from tests.simulation.actors import Draft, Target, Worker
 from tests.simulation.checks import WorkerChecks
 from tests.simulation.client import Client

@@ -23,7 +23,7 @@ _FLOOD_S: Final = (1.0, 6.0)
 _ANSWER_S: Final = 60.0  # of a target that another fault may have stopped
 _LARGE: Final = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT})
 _BROKEN: Final = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
-"""Statuses that a connection has if another fault breaks it; and INTERNAL, where a stream is reset while it is written."""
+"""Statuses that a connection has if another fault breaks it."""
 
 
 class _BadHints(WorkerFault):
@@ -32,7 +32,8 @@ class _BadHints(WorkerFault):
     async def hit(self, worker: Worker) -> None:
         dialer = Dialer(TlsFiles(self.fleet.certificates.folder(_SHOWN)))
         async with dialer.open(worker.link.address, Role.TARGET, ()) as channel:
-            await self.send(worker, channel.stream_stream(_EXCHANGE))
+            exchange: Any = channel
+            await self.send(worker, exchange.stream_stream(_EXCHANGE))
 
     @abstractmethod
     async def send(self, worker: Worker, exchange: Any) -> None:

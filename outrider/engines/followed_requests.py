@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.engines.frames import MAX_FRAME_NODES, MAX_FRAME_REQUESTS
-from outrider.engines.pending_hints import PendingHints, WaitingHints
 from outrider.hint_service.messages import (
     CloseStream,
     CommitPublished,
@@ -22,6 +21,7 @@ from outrider.hint_service.messages import (
     SubscribeDraft,
     UnsubscribeDraft,
 )
+from outrider.hint_service.pending_hints import PendingHints, WaitingHints
 from outrider.hint_service.session_names import session_name
 from outrider.hints.hint_wire import HintEncoder
 from protos.outrider.v1 import draft_pb2, hints_pb2

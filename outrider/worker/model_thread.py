@@ -20,7 +20,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from outrider.concurrency import time_slices
 from outrider.concurrency.loop_share import LoopShare
-from outrider.worker.peer_events import PeerEvents
+from outrider.concurrency.peer_events import PeerEvents
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from outrider.engines.followed_requests import FollowedRequests
 from outrider.engines.frames import BYTES_MAX, MAX_FRAME_NODES, MAX_FRAME_REQUESTS, FrameKind
-from outrider.engines.pending_hints import NODES_MAX
 from outrider.hint_service.messages import CloseStream, CommitPublished, HintsArrived, SubscribeDraft, UnsubscribeDraft
+from outrider.hint_service.pending_hints import NODES_MAX
 from outrider.hint_service.session_names import session_name
 from outrider.hints.hint_tree import Hint
 from protos.outrider.v1 import draft_pb2, hints_pb2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.engines.pending_hints import (
+from outrider.hint_service.pending_hints import (
     ENGINE_NODES,
     NODES_MAX,
     REQUEST_NODES,

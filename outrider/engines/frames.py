@@ -34,7 +34,7 @@ BYTES_MAX: Final = {
     FrameKind.HELLO: MAX_MESSAGE_BYTES,
     FrameKind.OPEN: MAX_MESSAGE_BYTES,  # a draft worker is sent it in one message
     FrameKind.COMMITS: MAX_MESSAGE_BYTES,
-    FrameKind.HINTS: 8192,  # of `MAX_FRAME_NODES`: an engine takes one in a tenth of a millisecond
+    FrameKind.HINTS: 8192,  # of `MAX_FRAME_NODES`: an engine takes one in 0.1 ms
     FrameKind.TAKEN: 0,
 }
 """Most bytes of a frame's body."""

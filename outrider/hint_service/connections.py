@@ -24,7 +24,7 @@ FLOODED_S: Final = 10.0
 SLICE_S: Final = 0.0005
 """Time after which a connection lets others go first."""
 NOTE_S: Final = 10.0
-"""At most one line about connections is logged in this time."""
+"""No more than one line about connections is logged in this time."""
 
 
 class LoopPart:

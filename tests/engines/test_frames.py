@@ -51,7 +51,7 @@ def test_what_is_not_asked_for_is_left() -> None:
 
 @pytest.mark.parametrize("kind", FrameKind)
 def test_the_largest_frame_of_each_kind_is_held_and_nothing_larger_is_made(kind: FrameKind) -> None:
-    """At every split of its head, and at some of its body: `test_hint_link` has all of them for the engine's end."""
+    """The frame is split anywhere in its head; `test_hint_link` has every split for the engine's end."""
     frame = pack(kind, bytes(BYTES_MAX[kind]), 7)
     with pytest.raises(FrameTooLarge, match=f"{kind.name} with {BYTES_MAX[kind] + 1} bytes"):
         pack(kind, bytes(BYTES_MAX[kind] + 1))

@@ -1,21 +1,26 @@
-"""Connects one engine's socket with the draft workers that follow its requests. Runs on the event loop."""
+"""Connects one engine's socket with the draft workers that follow its requests. Runs on the event loop.
+
+Hints are sent as the engine takes them. Those that wait are bounded by request (`pending_hints`), so that no draft
+worker has to be cut off for what the engine does not read.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from outrider.concurrency.background import end_tasks
 from outrider.engines.followed_requests import FollowedRequest, FollowedRequests
 from outrider.engines.frames import FrameKind, FrameReader, pack, time_number
-from outrider.errors import Overloaded
 from outrider.hint_service.messages import CommitPublished, HintEvent
 from protos.outrider.v1 import draft_pb2, hints_pb2
 
-MAX_UNREAD_BYTES: Final = 1024 * 1024
-"""Bytes of hints that the engine has not read. A draft worker that sends more loses its stream."""
+logger = logging.getLogger(__name__)
+
 READ_BYTES: Final = 1 << 18
 
 
@@ -36,35 +41,54 @@ class EngineBridge:
         self._on_open = on_open
         self._on_end = on_end
         self._on_commits = on_commits
-        self._writer: asyncio.StreamWriter | None = None
-        self._is_flush_due = False
+        self._has_news = asyncio.Event()
 
     async def serve(self, engine: socket.socket, frames: FrameReader) -> None:
         """Serves until the engine closes its end. `frames` has what was read from it already. Raises BadFrame and
         DecodeError when the engine sends nonsense."""
         reader, writer = await asyncio.open_connection(sock=engine)
-        self._writer = writer
+        writer.transport.set_write_buffer_limits(high=0)  # what the socket does not take waits in `requests`
+        sending = asyncio.create_task(self._send(writer), name="hints to the engine")
         try:
             while True:
                 for kind, number, body in frames.frames():
                     self._take(kind, number, body)
                 try:
-                    data = await reader.read(READ_BYTES)
+                    data = await reader.read(min(READ_BYTES, frames.room))
                 except ConnectionError:  # it left without reading its last hints
                     return
                 if not data:
                     return
                 frames.feed(data)
         finally:
-            if self._writer is writer:
-                self._writer = None
+            await end_tasks(sending)
+            writer.close()
+
+    async def _send(self, writer: asyncio.StreamWriter) -> None:
+        """Sends the engine what has gathered in one turn of the loop, and more whenever it has taken some."""
+        try:
+            while True:
+                await self._has_news.wait()
+                self._has_news.clear()
+                while (told := self.requests.take_hints()) is not None:
+                    frame, arrived_at = told
+                    at = arrived_at or time.monotonic()
+                    writer.write(pack(FrameKind.HINTS, frame.SerializeToString(), time_number(at)))
+                    await writer.drain()
+        except ConnectionError:
+            pass  # the reader notices the end, too
+        except Exception:
+            logger.exception("hints are not sent to the engine any more; it opens another link")
             writer.close()
 
     def _take(self, kind: FrameKind, number: int, body: bytes) -> None:
         """Takes a frame of the engine."""
         if kind is FrameKind.OPEN:
             self._on_open(self.requests.open(number, draft_pb2.AttachRequest.FromString(body)))
-            self._flush_soon()
+            self._has_news.set()
+        elif kind is FrameKind.TAKEN:
+            self.requests.taken(number)
+            self._has_news.set()
         elif kind is FrameKind.COMMITS:
             commits = hints_pb2.CommitFrame.FromString(body)
             self._on_commits(commits, number / 1e6)
@@ -78,25 +102,7 @@ class EngineBridge:
         for action in actions:
             self._publish(action)
 
-    def submit(self, event: HintEvent, *, is_from_peer: bool = False) -> None:
-        """Takes what a draft worker sent. Raises Overloaded when the engine does not keep up, which ends its stream."""
-        if is_from_peer and self._writer is not None:
-            unread = self._writer.transport.get_write_buffer_size()
-            if unread > MAX_UNREAD_BYTES:
-                raise Overloaded(f"the engine has {unread} bytes of hints to read")
+    def submit(self, event: HintEvent) -> None:
+        """Takes what a draft worker sent."""
         self.publish(self.requests.handle(event))
-        self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        """Sends the engine what has gathered in one turn of the loop."""
-        self._is_flush_due = False
-        hints: Any = self.requests.take_hints()
-        if self._writer is None or self._writer.is_closing():  # the engine has gone
-            return
-        if hints.nodes or hints.subscribe or hints.unsubscribe:
-            self._writer.write(pack(FrameKind.HINTS, hints.SerializeToString(), time_number(time.monotonic())))
+        self._has_news.set()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
+from outrider.concurrency.loop_share import LoopShare
 from outrider.engines.frames import NUMBER_MAX, FrameKind
 from outrider.engines.hint_link import HintLink
 from outrider.engines.hinted_requests import Fed, HintedRequests
@@ -25,6 +26,13 @@ _NO_HINTS: Final[dict[str, list[int]]] = {}
 TELL_S: Final = 0.1
 """How often the hint server is told of commits while no draft worker waits for them: taking a message costs it up to a
 millisecond of a core, which the engine's own threads may want."""
+
+TAKE_SHARE: Final = 0.1
+"""Share of the engine's time that taking hints may have, whoever sends them. What is left waits for the next step."""
+TAKE_S: Final = 0.002
+"""Processor time that it may have at once."""
+ANNOUNCE_S: Final = 0.001
+"""Time after which a step announces no other request to the hint server. After the loss of one all of them are due."""
 
 
 def guarded(
@@ -52,11 +60,21 @@ def guarded(
 class EngineHints:
     """Hints for the engine's scheduler. Around a step: `collect`, `wait`, `choose`, then `finish_step`."""
 
-    def __init__(self, requests: HintedRequests, link: HintLink, now: Callable[[], float] = time.monotonic) -> None:
-        """now: a clock, seconds."""
+    def __init__(
+        self,
+        requests: HintedRequests,
+        link: HintLink,
+        now: Callable[[], float] = time.monotonic,
+        processor: Callable[[], float] = time.thread_time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """now: a clock, seconds; processor: a clock of the time that this thread computes, seconds."""
         self._requests = requests
         self._link = link
         self._now = now
+        self._processor = processor
+        self._sleep = sleep
+        self._share = LoopShare(TAKE_SHARE, TAKE_S)
         self._is_connected = False
         self._closed: list[str] = []  # ended while the engine took a step's result
         self._waited_s = 0.0  # that the hint server was not told of
@@ -102,10 +120,17 @@ class EngineHints:
 
     @guarded(None)
     def collect(self) -> None:
-        """Takes what draft workers have sent."""
+        """Takes what draft workers have sent, within the share of the engine's time."""
         self._connect()
-        for frame, at in self._link.receive(self._now()):
-            self._requests.take(frame, at)
+        now, began = self._now(), self._processor()
+        if not self._share.wait_s(now):
+            for frame, at in self._link.receive(now):
+                self._requests.take(frame, at)
+                ended = self._processor()
+                self._share.spend(ended - began, now)
+                if self._share.wait_s(now):
+                    break
+                began = ended
         self._tell()
 
     @guarded(None)
@@ -113,7 +138,11 @@ class EngineHints:
         """Waits for hints while that pays, as `HintedRequests.wait_until`, and collects them."""
         now = began = self._now()
         while (until := self._requests.wait_until(limits, num_running, now)) is not None:
-            self._link.wait(until - now)
+            pause_s = self._share.wait_s(now)
+            if pause_s:  # a flood has used up the share, and honest hints wait behind it
+                self._sleep(min(pause_s, until - now))
+            else:
+                self._link.wait(until - now)
             self.collect()
             now = self._now()
         self._waited_s += now - began
@@ -145,9 +174,13 @@ class EngineHints:
         """Sends the hint server what it does not know yet."""
         if not self._link.is_open:
             return
-        for number, announcement in self._requests.announcements():
-            self._link.send(FrameKind.OPEN, announcement.SerializeToString(), number)
-        now = self._now()
+        began = now = self._now()
+        if not self._link.is_busy:
+            for number, announcement in self._requests.announcements():
+                self._link.send(FrameKind.OPEN, announcement.SerializeToString(), number)
+                now = self._now()
+                if self._link.is_busy or now - began >= ANNOUNCE_S:
+                    break  # the others follow with the next step
         if self._requests.is_telling_urgent or now - self._told_at >= TELL_S:
             self._told_at = now
             commits = self._requests.take_commits()

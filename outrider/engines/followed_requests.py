@@ -1,7 +1,9 @@
 """The engine's open requests as draft workers see them: sessions with committed tokens and followers. Pure.
 
 A hint server learns of a request from the engine (`open`). A target worker knows it before its engine does: it calls
-`expect`, and hints that come before the engine has opened the request are kept, within a bound.
+`expect`, and hints that come before the engine has opened the request wait for it.
+
+What the engine is to be told is no queue: `take_hints` says it as it is then, a frame at a time.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from outrider.engines.frames import MAX_FRAME_NODES, MAX_FRAME_REQUESTS
 from outrider.hint_service.messages import (
     CloseStream,
     CommitPublished,
@@ -18,12 +21,13 @@ from outrider.hint_service.messages import (
     SubscribeDraft,
     UnsubscribeDraft,
 )
+from outrider.hint_service.pending_hints import PendingHints, WaitingHints
 from outrider.hint_service.session_names import session_name
 from outrider.hints.hint_wire import HintEncoder
 from protos.outrider.v1 import draft_pb2, hints_pb2
 
-MAX_KEPT_HINTS: Final = 512
-"""Hints that are kept for a request which the engine has not opened: as many as a hint tree holds."""
+_NODE_ID_MAX: Final = (1 << 32) - 1
+"""Above it an id fits into no message. A draft worker may choose its first one so that later ones are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +38,11 @@ class FollowedRequest:
     name: str  # `session_name`
     announcement: draft_pb2.AttachRequest  # its tokens are those of its beginning
     token_ids: list[int]  # committed
-    attachment: int = 0  # told to the engine; 0: none
+    attachment: int = 0  # of the draft worker that follows it; 0: none
+    told_attachment: int = 0  # that the engine knows of
     is_paused: bool = False  # by the engine
     is_on: bool = True  # the caller permits hints
-    kept: list[HintsArrived] = field(default_factory=list)  # until the engine opens it
+    waiting: WaitingHints = field(default_factory=WaitingHints)
     followers: dict[StreamId, int] = field(default_factory=dict)  # stream -> committed tokens sent on it
     encoder: HintEncoder = field(default_factory=HintEncoder)
 
@@ -47,12 +52,14 @@ class FollowedRequest:
 
 
 class FollowedRequests:
-    """All open requests of one engine. What the engine is to be told gathers in `hints`."""
+    """All open requests of one engine."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, FollowedRequest] = {}
         self._by_name: dict[str, FollowedRequest] = {}
-        self.hints = hints_pb2.HintFrame()
+        self._pending = PendingHints[FollowedRequest]()
+        self._changed: dict[FollowedRequest, None] = {}  # the engine may know of another attachment
+        self.num_dropped = 0  # hints beyond what a tree holds
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -64,20 +71,44 @@ class FollowedRequests:
         """The open request of this name."""
         return self._by_name.get(name)
 
-    def take_hints(self) -> hints_pb2.HintFrame:
-        """Returns what the engine is to be told, and begins anew."""
-        hints, self.hints = self.hints, hints_pb2.HintFrame()
-        return hints
+    def take_hints(self) -> tuple[hints_pb2.HintFrame, float] | None:
+        """Returns the next frame for the engine, and when its newest hints arrived, seconds (0.0 without hints). None
+        when there is nothing to be told, or too much of it was not taken yet."""
+        frame, newest_at = hints_pb2.HintFrame(), 0.0
+        for request in list(self._changed)[:MAX_FRAME_REQUESTS]:
+            del self._changed[request]
+            self._tell_attachment(frame, request)
+        # Hints come after their subscription.
+        chosen = [] if self._changed else self._pending.take(MAX_FRAME_NODES, MAX_FRAME_REQUESTS)
+        for request, hints in chosen:
+            request.encoder.encode(frame.nodes.add(channel=request.number), request.waiting.base_len, hints)
+            newest_at = max(newest_at, request.waiting.arrived_at)
+        if not (frame.nodes or frame.subscribe or frame.unsubscribe):
+            return None
+        self._pending.sent(chosen)
+        return frame, newest_at
+
+    def _tell_attachment(self, frame: hints_pb2.HintFrame, request: FollowedRequest) -> None:
+        if request.attachment == request.told_attachment:
+            return  # it has changed, and changed back
+        if request.told_attachment:
+            frame.unsubscribe.append(str(request.number))
+        if request.attachment:
+            request.encoder = HintEncoder()
+            frame.subscribe.add(channel=request.number, attachment=request.attachment)
+        request.told_attachment = request.attachment
+
+    def taken(self, num_frames: int) -> None:
+        """Notes that the engine has taken so many more frames."""
+        self._pending.taken(num_frames)
 
     def open(self, number: int, announcement: draft_pb2.AttachRequest) -> FollowedRequest:
         """Adds a request that the engine announced, or takes its number if it was expected."""
         name = session_name(announcement.session_id, announcement.hint_token)
         request = self._by_name.get(name) or FollowedRequest(number, name, announcement, list(announcement.token_ids))
-        request.number = number
+        request.number, request.is_paused = number, False
         self._by_number[number] = self._by_name[name] = request
-        kept, request.kept = request.kept, []
-        for event in kept:
-            self._add_hints(event)
+        self._queue(request)
         return request
 
     def expect(self, name: str, token_ids: list[int], *, is_on: bool) -> None:
@@ -91,7 +122,6 @@ class FollowedRequests:
             return []
         request.is_on = is_on
         if not is_on:
-            request.kept.clear()
             self._detach(request)
         return [self._publish(request, stream_id) for stream_id in request.followers]
 
@@ -100,17 +130,19 @@ class FollowedRequests:
         request = self._by_name.pop(name, None)
         if request is None:
             return []
-        self._by_number.pop(request.number, None)
+        self._forget(request)
         end = hints_pb2.SessionCommit(is_finished=True)
         return [self._publish(request, stream_id, end) for stream_id in request.followers]
 
     def lose_engine(self) -> list[CommitPublished]:
         """The link to the engine is lost: no hints reach it until it announces its requests anew."""
-        self.take_hints()
+        self._pending.lose_engine()
+        self._changed.clear()
         self._by_number.clear()
         actions = []
         for request in self._by_name.values():
-            request.number, request.attachment, request.is_paused = 0, 0, True
+            self._pending.clear(request)
+            request.number, request.attachment, request.told_attachment, request.is_paused = 0, 0, 0, True
             actions += [self._publish(request, stream_id) for stream_id in request.followers]
         return actions
 
@@ -134,9 +166,14 @@ class FollowedRequests:
                 actions += [self._publish(request, stream_id, commit) for stream_id in request.followers]
             if commit.is_finished:
                 ended.append(request.number)
-                del self._by_number[request.number]
-                self._by_name.pop(request.name, None)
+                self._forget(request)
         return actions, ended
+
+    def _forget(self, request: FollowedRequest) -> None:
+        self._by_number.pop(request.number, None)
+        self._by_name.pop(request.name, None)
+        self._changed.pop(request, None)
+        self._pending.clear(request)
 
     def _publish(
         self, request: FollowedRequest, stream_id: StreamId, commit: hints_pb2.SessionCommit | None = None
@@ -178,23 +215,30 @@ class FollowedRequests:
             self._detach(request)
 
     def _detach(self, request: FollowedRequest) -> None:
-        """Tells the engine that no hints follow for a request."""
-        if request.attachment:
-            kept = [each for each in self.hints.subscribe if each.channel != request.number]
-            del self.hints.subscribe[:]
-            self.hints.subscribe.extend(kept)
-            self.hints.unsubscribe.append(str(request.number))
-            request.attachment = 0
+        """No hints follow for a request."""
+        self._pending.clear(request)
+        request.attachment = 0
+        self._queue(request)
+
+    def _queue(self, request: FollowedRequest) -> None:
+        """Has the engine told of a request, if it knows it."""
+        if request.number:
+            if request.attachment != request.told_attachment:
+                self._changed[request] = None
+            self._pending.queue(request)
 
     def _add_hints(self, event: HintsArrived) -> None:
         request = self._by_name.get(event.session_id)
-        if request is None or not event.hints or not request.is_on or event.attachment < request.attachment:
-            return
-        if not request.number:
-            if sum(len(each.hints) for each in request.kept) + len(event.hints) <= MAX_KEPT_HINTS:
-                request.kept.append(event)
+        if request is None or not event.hints or not request.accepts_hints or event.attachment < request.attachment:
             return
         if event.attachment != request.attachment:
-            request.attachment, request.encoder = event.attachment, HintEncoder()
-            self.hints.subscribe.add(channel=request.number, attachment=event.attachment)
-        request.encoder.encode(self.hints.nodes.add(channel=request.number), event.base_len, event.hints)
+            self._pending.clear(request)
+            request.attachment = event.attachment
+        # The engine samples without distributions: there a hint counts as certain.
+        hints = [
+            hint if hint.distribution is None else hint._replace(distribution=None)
+            for hint in event.hints
+            if hint.node_id <= _NODE_ID_MAX
+        ]
+        self.num_dropped += self._pending.add(request, event.stream_id, event.base_len, hints, event.arrived_at)
+        self._queue(request)

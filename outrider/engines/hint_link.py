@@ -3,7 +3,8 @@
 Why a process: a thread in the engine would compete with the scheduler for Python's lock, and a draft worker that floods
 would take the engine's time. Nothing but `wait` waits: the socket does not block, what cannot be sent at once is kept
 within a bound, and a hint server that is gone, or does not read, is ended and started anew after a growing pause. The
-engine decodes without hints meanwhile.
+engine decodes without hints meanwhile. `receive` reads no further than its caller asks, and the hint server sends only
+so much that was not taken: it holds the rest, and chooses whose hints come next.
 """
 
 from __future__ import annotations
@@ -17,22 +18,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 from google.protobuf.message import DecodeError
 
-from outrider.engines.frames import BadFrame, FrameKind, FrameReader, moment, pack
+from outrider.engines.frames import FROM_HINT_SERVER, BadFrame, FrameKind, FrameReader, FrameTooLarge, moment, pack
+from outrider.message_sizes import MAX_MESSAGE_BYTES
 from protos.outrider.v1 import hints_pb2
 
 logger = logging.getLogger(__name__)
 
-MAX_UNSENT_BYTES: Final = 32 * 1024 * 1024
-"""Bytes that may wait for the hint server to read: the prompts of hundreds of requests."""
-MAX_FRAMES: Final = 64
-"""Frames that one step takes; the rest is for the next one."""
-READ_BYTES: Final = 256 * 1024
-"""Bytes that one step reads."""
+SEND_BYTES: Final = 256 * 1024
+"""Most bytes that one call of `flush` sends."""
+MAX_UNSENT_BYTES: Final = 8 * MAX_MESSAGE_BYTES
+"""Bytes that may wait for the hint server to read. Above `SEND_BYTES` no request is announced to it, so that these are
+one prompt, and commits that it does not read."""
+TAKEN_S: Final = 0.1
+"""Longest that the hint server is not told of frames that were taken, unless something else is sent to it before."""
 RESTART_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S: Final = 60.0
 """Life of a hint server after which its next pause is the shortest again."""
@@ -71,8 +74,10 @@ class HintLink:
         self._socket: socket.socket | None = None
         self._process: Child | None = None
         self._killed: list[Child] = []  # not yet reaped
-        self._reader = FrameReader()
+        self._reader = FrameReader(FROM_HINT_SERVER)
         self._unsent = bytearray()
+        self._num_taken = 0  # frames that the hint server was not told of
+        self._told_at = 0.0  # of those that were taken
         self._num_failures = 0
         self._opened_at = 0.0
         self._open_at = 0.0  # not before
@@ -97,58 +102,83 @@ class HintLink:
         finally:
             theirs.close()
         ours.setblocking(False)
-        self._socket, self._opened_at, self._reader = ours, now, FrameReader()
-        self._unsent = bytearray(self._hello)
+        self._socket, self._opened_at, self._reader = ours, now, FrameReader(FROM_HINT_SERVER)
+        self._unsent, self._num_taken, self._told_at = bytearray(self._hello), 0, now
         self.num_starts += 1
         return True
 
-    def send(self, kind: FrameKind, body: bytes, number: int = 0) -> None:
-        """Adds a frame to what `flush` sends; does nothing without a connection."""
-        if self._socket is not None:
-            self._unsent += pack(kind, body, number)
+    @property
+    def is_busy(self) -> bool:
+        """Whether what can wait should not be sent now."""
+        return len(self._unsent) >= SEND_BYTES
 
-    def flush(self, now: float) -> None:
-        """Sends what the socket takes now."""
+    def send(self, kind: FrameKind, body: bytes, number: int = 0) -> None:
+        """Adds a frame to what `flush` sends; does nothing without a connection. A request that is too long to be
+        announced gets no hints."""
         if self._socket is None:
             return
         try:
-            while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            if len(self._unsent) > MAX_UNSENT_BYTES:
-                self._fail(now, f"it does not read; {len(self._unsent)} bytes wait for it")
-        except OSError as error:
-            self._fail(now, str(error))
+            self._unsent += pack(kind, body, number)
+        except FrameTooLarge as error:
+            logger.warning("the hint server is not told of this: %s", error)
 
-    def receive(self, now: float) -> list[tuple[hints_pb2.HintFrame, float]]:
-        """Returns what has arrived, within the bounds of a step, and when the hint server had each, seconds."""
+    def flush(self, now: float) -> None:
+        """Sends what the socket takes now, within the bound of a step."""
         if self._socket is None:
-            return []
-        frames = []
+            return
+        if self._num_taken and (self._unsent or now - self._told_at >= TAKEN_S):
+            self._unsent += pack(FrameKind.TAKEN, b"", self._num_taken)
+            self._num_taken, self._told_at = 0, now
         try:
-            if self._reader.num_buffered < READ_BYTES:
-                data = self._socket.recv(READ_BYTES)
-                if not data:
-                    self._fail(now, "it has ended")
-                    return []
-                self._reader.feed(data)
+            left = SEND_BYTES
+            while self._unsent and left > 0:
+                num_sent = self._socket.send(self._unsent[:left])
+                left -= num_sent
+                del self._unsent[:num_sent]
         except BlockingIOError:
             pass
         except OSError as error:
             self._fail(now, str(error))
-            return []
+            return
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            self._fail(now, f"it does not read; {len(self._unsent)} bytes wait for it")
+
+    def receive(self, now: float) -> Iterator[tuple[hints_pb2.HintFrame, float]]:
+        """Yields what has arrived, frame by frame, and when the hint server had each, seconds. What the caller does not
+        take is there at the next call."""
+        while self._socket is not None:
+            try:
+                frame = self._reader.next()
+                if frame is None:
+                    if not self._read(now):
+                        return
+                    continue
+                _, number, body = frame
+                message = hints_pb2.HintFrame.FromString(body)
+            except (BadFrame, DecodeError) as error:
+                self._fail(now, f"it sent an invalid message ({error})")
+                return
+            self._num_taken += 1
+            yield message, moment(number, now)
+
+    def _read(self, now: float) -> bool:
+        """Reads what the reader has room for; returns whether there was something."""
+        assert self._socket is not None
         try:
-            for kind, number, body in self._reader.frames(MAX_FRAMES):
-                if kind is FrameKind.HINTS:
-                    frames.append((hints_pb2.HintFrame.FromString(body), moment(number, now)))
-        except (BadFrame, DecodeError) as error:
-            self._fail(now, f"it sent an invalid message ({error})")
-            return []
-        return frames
+            data = self._socket.recv(self._reader.room)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._fail(now, str(error))
+            return False
+        if not data:
+            self._fail(now, "it has ended")
+        self._reader.feed(data)
+        return bool(data)
 
     def wait(self, longest_s: float) -> None:
         """Waits until something can be received."""
-        if self._socket is not None and longest_s > 0.0:
+        if self._socket is not None and longest_s > 0.0 and not self._reader.has_frame:
             poll = select.poll()  # unlike `select.select`, it takes any number of a file
             poll.register(self._socket, select.POLLIN)
             poll.poll(longest_s * 1e3)

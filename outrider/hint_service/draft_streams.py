@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc.aio
 
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
-from outrider.hint_service.loop_share import LoopShare
+from outrider.hint_service.connections import Connection, Connections
 from outrider.hint_service.messages import (
     CloseStream,
     CommitPublished,
@@ -28,6 +27,7 @@ from outrider.hint_service.messages import (
 )
 from outrider.hint_service.session_names import session_id_of, session_name
 from outrider.hints.hint_wire import HintDecoder
+from outrider.message_sizes import MAX_MESSAGE_BYTES
 from outrider.observability.telemetry import TargetMetrics
 from outrider.worker.rpc import abort
 from outrider.worker.session_checks import is_session_id
@@ -39,10 +39,10 @@ MAX_CHANNEL = 65535
 MAX_FRAME_MESSAGES = 16384
 MAX_FRAME_NODES = 16384  # twice as many as a draft worker gathers
 MAX_COMMITS_PER_FRAME = 256
-NEWCOMER_S = 1.0  # how long a new draft stream shares its part of the loop with other new ones
 MAX_PENDING_COMMITS = 4096  # per draft stream; one that exceeds it is closed
-MAX_PENDING_FEATURE_BYTES = 1 << 27  # the same
-MAX_FRAME_FEATURE_BYTES = 1 << 21  # and one commit's, which may be half as many
+MAX_PENDING_BYTES = 1 << 27  # the same
+MAX_FRAME_BYTES = MAX_MESSAGE_BYTES // 2  # of commits, unless the first one alone has more
+MAX_COMMIT_TOKENS = MAX_FRAME_BYTES // 16  # a varint has five bytes at most; features of a commit have room beside them
 ENDED_CHANNELS_KEPT = 256  # per draft stream: hints of the sessions that ended last may still be on their way
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -67,7 +67,7 @@ class DraftStream:
         self.followed: dict[str, int] = {}  # session id -> the channel that its commits go to
         self._ended: deque[tuple[int, HintChannel]] = deque()  # those that nobody follows any more, oldest first
         self._pending: list[hints_pb2.SessionCommit] = []
-        self._num_feature_bytes = 0  # of those pending
+        self._num_bytes = 0  # of those pending
         self._pong = 0
         self._wake = asyncio.Event()
         self.is_overrun = False
@@ -101,12 +101,12 @@ class DraftStream:
     def put(self, commit: hints_pb2.SessionCommit) -> bool:
         """Queues a commit; false if too many are unread, which ends the stream."""
         self._wake.set()
-        num_feature_bytes = self._num_feature_bytes + len(commit.features)
-        if len(self._pending) >= MAX_PENDING_COMMITS or num_feature_bytes > MAX_PENDING_FEATURE_BYTES:
+        num_bytes = self._num_bytes + commit.ByteSize()
+        if len(self._pending) >= MAX_PENDING_COMMITS or num_bytes > MAX_PENDING_BYTES:
             self.is_overrun = True
             return False
         self._pending.append(commit)
-        self._num_feature_bytes = num_feature_bytes
+        self._num_bytes = num_bytes
         return True
 
     def answer_ping(self, ping: int) -> None:
@@ -123,12 +123,15 @@ class DraftStream:
         await self._wake.wait()
         self._wake.clear()
         count = num_bytes = 0
-        while count < min(len(self._pending), MAX_COMMITS_PER_FRAME) and num_bytes < MAX_FRAME_FEATURE_BYTES:
-            num_bytes += len(self._pending[count].features)
+        for commit in self._pending[:MAX_COMMITS_PER_FRAME]:
+            size = commit.ByteSize()
+            if count and num_bytes + size > MAX_FRAME_BYTES:
+                break
+            num_bytes += size
             count += 1
         frame = hints_pb2.CommitFrame(commits=self._pending[:count], pong=self._pong)
         del self._pending[:count]
-        self._num_feature_bytes -= num_bytes
+        self._num_bytes -= num_bytes
         self._pong = 0
         if self._pending:
             self._wake.set()
@@ -150,7 +153,7 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
         self._now = now
         self._streams: dict[StreamId, DraftStream] = {}
         self._next_stream_id = 1
-        self._newcomers = LoopShare()
+        self._connections = Connections()
         self._head = ""
         self._foreign_heads: set[str] = set()
 
@@ -169,12 +172,12 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
         channel = stream.followed.get(session_id) if stream is not None else None
         if stream is None or channel is None:
             return 0
-        message = _commit_message(action, channel)
+        messages = _commit_messages(action, channel)
         if action.is_finished:
             stream.end(session_id)
-        if not stream.put(message):
+        if not all(map(stream.put, messages)):
             return 0
-        num_bytes = message.ByteSize()
+        num_bytes = sum(message.ByteSize() for message in messages)
         self._metrics.num_commit_bytes.inc(num_bytes)
         return num_bytes
 
@@ -183,27 +186,34 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
     ) -> AsyncIterator[hints_pb2.CommitFrame]:
         stream = self._streams[self._next_stream_id] = DraftStream(self._next_stream_id)
         self._next_stream_id += 1
-        reader = asyncio.create_task(self._read_hints(request_iterator, stream))
+        connection = self._connections.join(context.peer())
+        reader = asyncio.create_task(self._read_hints(request_iterator, stream, connection))
         reader.add_done_callback(lambda _: stream.close())
         try:
             while not reader.done():
                 frame = await stream.next_frame()
                 if stream.is_overrun:
-                    await abort(context, Overloaded("this draft worker does not read its commits"))
+                    await self._end(context, Overloaded("this draft worker does not read its commits"))
                 if frame.commits or frame.pong:
                     self._metrics.num_commit_frames.inc()
                     yield frame
             if (error := reader.exception()) is not None:
                 logger.info("a draft worker's stream broke: %s", error)
             elif (refusal := reader.result()) is not None:
-                await abort(context, refusal)
+                await self._end(context, refusal)
         finally:
             reader.cancel()
+            self._connections.leave(connection)
             del self._streams[stream.stream_id]
             self._submit(CloseStream(stream.stream_id), is_release=True)
 
+    async def _end(self, context: Context, error: OutriderError) -> None:
+        """Ends a stream with an error; never returns."""
+        self._connections.note("the stream of the draft worker at %s is ended: %s", context.peer(), error.message)
+        await abort(context, error)
+
     async def _read_hints(
-        self, frames: AsyncIterator[hints_pb2.HintFrame], stream: DraftStream
+        self, frames: AsyncIterator[hints_pb2.HintFrame], stream: DraftStream, connection: Connection
     ) -> OutriderError | None:
         """Takes frames until the stream ends; returns the error to end it with, if there is one.
 
@@ -212,27 +222,22 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
         """
         receiver: Any = aiter(frames)
         try:
-            await self._take_frames(receiver, stream)
+            await self._take_frames(receiver, stream, connection)
             return None
         except OutriderError as error:
             return error.with_traceback(None)
         finally:
             await receiver.aclose()
 
-    async def _take_frames(self, frames: AsyncIterator[hints_pb2.HintFrame], stream: DraftStream) -> None:
-        own, opened_at_s = LoopShare(), time.monotonic()
+    async def _take_frames(
+        self, frames: AsyncIterator[hints_pb2.HintFrame], stream: DraftStream, connection: Connection
+    ) -> None:
         while True:
-            # A peer that reconnects finds its share used up; a stream that stays gets a share of its own.
-            share = own if time.monotonic() - opened_at_s > NEWCOMER_S else self._newcomers
-            await asyncio.sleep(share.wait_s(time.monotonic()))
+            await self._connections.until_due(connection)
             frame = await anext(frames, None)
             if frame is None:
                 return
-            cpu_began_s = time.thread_time()
-            try:
-                self._take_frame(frame, stream)
-            finally:
-                share.spend(time.thread_time() - cpu_began_s, time.monotonic())
+            await self._connections.take(connection, self._take_frame(frame, stream))
 
     def _num_features(self, subscribe: hints_pb2.Subscribe) -> int | None:
         """Leading positions whose features the draft worker has; None if it gets none."""
@@ -246,7 +251,9 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
             )
         return None
 
-    def _take_frame(self, frame: hints_pb2.HintFrame, stream: DraftStream) -> None:
+    def _take_frame(self, frame: hints_pb2.HintFrame, stream: DraftStream) -> Iterator[None]:
+        """Takes a frame, and yields after each of its messages, none of which takes long. Raises InvalidRequest
+        for one that is too large as a whole, before it takes anything of it."""
         self._metrics.num_hint_frames.inc()
         check_frame(frame)
         if frame.ping:
@@ -255,6 +262,7 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
             channel = stream.end(session_id)
             name = session_id if channel is None else channel.name
             self._submit(UnsubscribeDraft(stream.stream_id, name), is_from_peer=True)
+            yield
         # Of many subscriptions to one session only the last counts.
         for subscribe in {each.session_id: each for each in frame.subscribe}.values():
             if is_session_id(subscribe.session_id) and subscribe.channel <= MAX_CHANNEL:
@@ -263,20 +271,22 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
                     self._submit(UnsubscribeDraft(stream.stream_id, left), is_from_peer=True)
                 told = subscribe.known_len, self._num_features(subscribe), subscribe.is_memory
                 self._submit(SubscribeDraft(stream.stream_id, name, *told), is_from_peer=True)
+            yield
         for nodes in frame.nodes:
             channel = stream.channels.get(nodes.channel)
             event = None
             if channel is not None:
-                event = parse_hints(nodes, channel, self._vocab_size, self._now())
+                event = parse_hints(nodes, channel, self._vocab_size, self._now(), stream.stream_id)
             self._metrics.num_hint_bytes.inc(nodes.ByteSize())
             if event is None:
                 self._metrics.num_bad_hints.inc()
             else:
                 self._submit(event, is_from_peer=True)
+            yield
 
 
 def check_frame(frame: hints_pb2.HintFrame) -> None:
-    """Raises InvalidRequest for a frame that would block the event loop, and with it all callers."""
+    """Raises InvalidRequest for a frame with more than any draft worker has to say at once."""
     num_messages = len(frame.subscribe) + len(frame.nodes) + len(frame.unsubscribe)
     if num_messages > MAX_FRAME_MESSAGES:
         raise InvalidRequest("nodes", f"a frame of {num_messages} messages; permitted: at most {MAX_FRAME_MESSAGES}")
@@ -286,7 +296,7 @@ def check_frame(frame: hints_pb2.HintFrame) -> None:
 
 
 def parse_hints(
-    message: hints_pb2.HintNodes, channel: HintChannel, vocab_size: int, arrived_at: float
+    message: hints_pb2.HintNodes, channel: HintChannel, vocab_size: int, arrived_at: float, stream_id: StreamId
 ) -> HintsArrived | None:
     """Decodes hints; None when the message is empty or invalid."""
     hints = channel.decoder.decode(message, vocab_size) if message.parent_ids else None
@@ -301,14 +311,24 @@ def parse_hints(
         message.ByteSize(),
         channel.is_memory,
         message.match_len,
+        stream_id,
     )
 
 
-def _commit_message(action: CommitPublished, channel: int) -> hints_pb2.SessionCommit:
-    return hints_pb2.SessionCommit(
+def _commit_messages(action: CommitPublished, channel: int) -> list[hints_pb2.SessionCommit]:
+    """A commit in as few messages as fit into frames. What is said of the session comes with the last of them."""
+    token_ids, from_len, messages = action.token_ids, action.from_len, list[hints_pb2.SessionCommit]()
+    while len(token_ids) > MAX_COMMIT_TOKENS:
+        part, token_ids = token_ids[:MAX_COMMIT_TOKENS], token_ids[MAX_COMMIT_TOKENS:]
+        is_paused = not action.accepts_hints
+        messages.append(
+            hints_pb2.SessionCommit(channel=channel, from_len=from_len, token_ids=part, is_paused=is_paused)
+        )
+        from_len += len(part)
+    last = hints_pb2.SessionCommit(
         channel=channel,
-        from_len=action.from_len,
-        token_ids=action.token_ids,
+        from_len=from_len,
+        token_ids=token_ids,
         is_paused=not action.accepts_hints,
         is_finished=action.is_finished,
         num_tried_hints=action.num_verified,
@@ -316,3 +336,4 @@ def _commit_message(action: CommitPublished, channel: int) -> hints_pb2.SessionC
         features=action.features,
         features_from=action.features_from,
     )
+    return [*messages, last]

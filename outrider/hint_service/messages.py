@@ -53,6 +53,7 @@ class HintsArrived:
     num_bytes: int = 0  # size of the message
     is_memory: bool = False  # they are a memory worker's
     match_len: int = 0  # of a memory worker: tokens before the root that its hints followed before
+    stream_id: StreamId = 0  # on which they came
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from outrider.errors import AnotherLife, OutriderError, Overloaded, Unavailable
+from outrider.message_sizes import MAX_MESSAGE_BYTES
 from outrider.security.tls import ANY_ROLE
 
-MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # two workers on one port would share its connections at random
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

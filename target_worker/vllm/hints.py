@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from outrider.concurrency.background import end_tasks
 from outrider.engines.engine_bridge import EngineBridge
 from outrider.engines.followed_requests import FollowedRequest
-from outrider.engines.frames import BadFrame, FrameReader
+from outrider.engines.frames import FROM_ENGINE, BadFrame, FrameReader
 from outrider.engines.target_door import LINK, open_door
 from outrider.hint_service.messages import (
     CloseStream,
@@ -76,8 +76,8 @@ class SessionHints:
         request = self.named(name)
         return request is not None and request.is_on and request.is_paused
 
-    def submit(self, event: HintEvent, *, is_from_peer: bool = False) -> None:
-        """Takes what a draft worker sent. Raises Overloaded when the engine does not keep up."""
+    def submit(self, event: HintEvent) -> None:
+        """Takes what a draft worker sent."""
         match event:
             case SubscribeDraft() | HintsArrived() if self.named(event.session_id) is None:
                 self._early.keep(event.session_id, event, self._now())
@@ -86,12 +86,12 @@ class SessionHints:
                 self._early.forget_subscriber(event.stream_id, event.session_id)
             case CloseStream():
                 self._early.forget_subscriber(event.stream_id)
-        self._bridge.submit(event, is_from_peer=is_from_peer)
+        self._bridge.submit(event)
 
     async def serve(self, engine: socket.socket) -> None:
         """Serves a link to the engine until it is closed."""
         try:
-            await self._bridge.serve(engine, FrameReader())
+            await self._bridge.serve(engine, FrameReader(FROM_ENGINE))
         except (BadFrame, DecodeError, OSError) as error:
             logger.warning("the link to vLLM's scheduler broke: %s", error)
         finally:

@@ -107,8 +107,7 @@ class EngineSessions:
     # The servicer's driver.
 
     def submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
-        """Takes an event at once; the result is always true. Raises Overloaded for a draft worker that the engine
-        cannot keep up with."""
+        """Takes an event at once; the result is always true."""
         match event:
             case StartSession():
                 self._start(event)
@@ -117,7 +116,7 @@ class EngineSessions:
             case ChangeSpeculation():
                 self._change(event)
             case _:
-                self._hints.submit(event, is_from_peer=is_from_peer)
+                self._hints.submit(event)
         return True
 
     def has_events(self) -> bool:

@@ -19,7 +19,7 @@ from hypothesis.strategies import SearchStrategy
 
 from draft_worker.links import MAX_FRAME_COMMITS
 from outrider.errors import HeadMismatch
-from outrider.worker.rpc import MAX_MESSAGE_BYTES
+from outrider.message_sizes import MAX_MESSAGE_BYTES
 from protos.outrider.v1 import common_pb2, draft_pb2, hints_pb2
 from tests.hostile import EFFORTS, MANY, WAIT_S, mangled, messages, try_out
 from tests.models import VOCAB_SIZE

@@ -1,7 +1,8 @@
 """`python -m tests.engines.oracle_draft PORT TEXTS`: a draft worker without a model, for tests that end many of them.
 
 TEXTS is JSON, a list of [prompt token ids, token ids that follow]. It hints these, one of eleven of them wrong. SIGUSR1
-makes it flood for a second: every stream of hints gets as much as it takes, some of it beyond what is allowed.
+makes it flood for a second: every stream of hints gets as much as it takes, some of it beyond what is allowed. With the
+word `flood` behind TEXTS each stream floods from its first commit to its end, with messages that are all valid.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from typing import Any, Final
 
 import grpc.aio
 
+from outrider.hints.hint_wire import MAX_NODES_PER_MESSAGE
 from outrider.worker.rpc import CHANNEL_OPTIONS
 from protos.outrider.v1 import draft_pb2, draft_pb2_grpc, hints_pb2, hints_pb2_grpc
 
 NUM_HINTS: Final = 7
 FLOOD_S: Final = 1.0
 TOO_MANY_NODES: Final = 20000
+NUM_FLOODED: Final = 16
+"""Messages of a frame."""
 
 
 class OracleDraft(draft_pb2_grpc.DraftServicer):
-    def __init__(self, texts: list[tuple[list[int], list[int]]]) -> None:
+    def __init__(self, texts: list[tuple[list[int], list[int]]], *, floods: bool = False) -> None:
         self._texts = {tuple(prompt): text for prompt, text in texts}
+        self._floods = floods
         self._flood_until = 0.0
         self._channels: dict[str, grpc.aio.Channel] = {}
 
@@ -57,9 +62,12 @@ class OracleDraft(draft_pb2_grpc.DraftServicer):
             session_id=request.session_id, attachment=request.attachment, known_len=len(token_ids), channel=1,
             hint_token=request.hint_token,
         )  # fmt: skip
+        flooding: asyncio.Task[None] | None = None
         try:
             await call.write(hints_pb2.HintFrame(subscribe=[subscribe]))
             await self._send(call, text, token_ids, num_prompt)
+            if self._floods:
+                flooding = asyncio.create_task(self._flood_without_end(call, token_ids))
             async for frame in call:
                 for commit in frame.commits:
                     token_ids += commit.token_ids[max(len(token_ids) - commit.from_len, 0) :]
@@ -70,6 +78,8 @@ class OracleDraft(draft_pb2_grpc.DraftServicer):
                 await self._send(call, text, token_ids, num_prompt)
             return False
         finally:
+            if flooding is not None:
+                flooding.cancel()
             call.cancel()
 
     async def _send(self, call: Any, text: list[int], token_ids: list[int], num_prompt: int) -> None:
@@ -80,6 +90,19 @@ class OracleDraft(draft_pb2_grpc.DraftServicer):
                 channel=1, base_len=len(token_ids), first_node_id=1, parent_ids=range(len(hints)), token_ids=hints
             )
             await call.write(hints_pb2.HintFrame(nodes=[nodes]))
+
+    async def _flood_without_end(self, call: Any, token_ids: list[int]) -> None:
+        """Trees of the largest size below the present root, as fast as the stream takes them."""
+        ids = range(1, MAX_NODES_PER_MESSAGE + 1)
+        first = 1
+        while True:
+            frame = hints_pb2.HintFrame()
+            for _ in range(NUM_FLOODED):
+                frame.nodes.add(
+                    channel=1, base_len=len(token_ids), first_node_id=first, parent_ids=range(len(ids)), token_ids=ids
+                )
+                first = first % 1_000_000 + 1
+            await call.write(frame)
 
     async def _send_flood(self, call: Any, num_tokens: int) -> None:
         """Hints with unknown tokens, for other channels, about another past, and one frame that is too large."""
@@ -94,8 +117,8 @@ class OracleDraft(draft_pb2_grpc.DraftServicer):
             await call.write(too_large)
 
 
-async def serve(port: int, texts: list[tuple[list[int], list[int]]]) -> None:
-    draft = OracleDraft(texts)
+async def serve(port: int, texts: list[tuple[list[int], list[int]]], *, floods: bool) -> None:
+    draft = OracleDraft(texts, floods=floods)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     draft_pb2_grpc.add_DraftServicer_to_server(draft, server)
     server.add_insecure_port(f"127.0.0.1:{port}")
@@ -106,4 +129,4 @@ async def serve(port: int, texts: list[tuple[list[int], list[int]]]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())))
+    asyncio.run(serve(int(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), floods="flood" in sys.argv[3:]))

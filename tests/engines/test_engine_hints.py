@@ -1,10 +1,14 @@
-"""An engine tells its hint server of commits as often as somebody waits for them."""
+"""An engine tells its hint server of commits as often as somebody waits for them; hints have a share of its time."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from outrider.engines.engine_hints import TELL_S, EngineHints
+import pytest
+
+from outrider.engines.engine_hints import TAKE_S, TAKE_SHARE, TELL_S, EngineHints
 from outrider.engines.frames import FrameKind
 from outrider.engines.hinted_requests import Fed, HintedRequests
 from protos.outrider.v1 import draft_pb2, hints_pb2
@@ -17,10 +21,13 @@ class Link:
     """The engine's end of a connection that keeps what it is to send."""
 
     is_open = True
+    is_busy = False
 
     def __init__(self) -> None:
-        self.hints: list[tuple[hints_pb2.HintFrame, float]] = []
+        self.hints = deque[tuple[hints_pb2.HintFrame, float]]()
         self.commits: list[hints_pb2.CommitFrame] = []
+        self.opened: list[int] = []
+        self.on_wait: Callable[[float], None] = lambda longest_s: None
 
     def open(self, now: float) -> bool:
         return False
@@ -32,10 +39,15 @@ class Link:
     def send(self, kind: FrameKind, body: bytes, number: int = 0) -> None:
         if kind is FrameKind.COMMITS:
             self.commits.append(hints_pb2.CommitFrame.FromString(body))
+        else:
+            self.opened.append(number)
 
-    def receive(self, now: float) -> list[tuple[hints_pb2.HintFrame, float]]:
-        received, self.hints = self.hints, []
-        return received
+    def receive(self, now: float) -> Iterator[tuple[hints_pb2.HintFrame, float]]:
+        while self.hints:
+            yield self.hints.popleft()
+
+    def wait(self, longest_s: float) -> None:
+        self.on_wait(longest_s)
 
 
 class Engine:
@@ -45,9 +57,28 @@ class Engine:
         self.now = 100.0
         self.link = Link()
         link: Any = self.link
-        self.hints = EngineHints(HintedRequests(VOCAB_SIZE, may_pause=False), link, lambda: self.now)
+        self.computed_s = 0.0
+        self.requests = HintedRequests(VOCAB_SIZE, may_pause=False)
+        self.hints = EngineHints(self.requests, link, lambda: self.now, lambda: self.computed_s, self.sleep)
         self.text = [1, 2, 3]
         self.hints.open("a", self.text, draft_pb2.AttachRequest(), frozenset(), is_sampled=False)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 1e-6)  # as a real clock: it never stands
+
+    def flood(self, frame_s: float, num_frames: int = 20_000) -> list[int]:
+        """Many frames have arrived, and taking each computes for so long. Returns the list of their numbers to which
+        those that are taken are added."""
+        taken = list[int]()
+
+        def take(frame: hints_pb2.HintFrame, at: float) -> None:
+            taken.append(frame.ping)
+            self.computed_s += frame_s
+            self.now += frame_s
+
+        self.requests.take = take  # type: ignore[method-assign]
+        self.link.hints = deque((hints_pb2.HintFrame(ping=number), self.now) for number in range(num_frames))
+        return taken
 
     def run(self, num_steps: int) -> list[hints_pb2.CommitFrame]:
         """Runs steps; returns what the hint server was told of their commits."""
@@ -92,3 +123,78 @@ def test_the_end_of_a_request_is_told_at_once() -> None:
     engine.link.commits.clear()
     engine.hints.close("a", in_step=False)
     assert [commit.is_finished for frame in engine.link.commits for commit in frame.commits][-1:] == [True]
+
+
+@pytest.mark.parametrize("frame_s", [2e-5, 1e-4, 0.003])
+def test_a_flood_has_its_share_of_the_engines_time_and_the_rest_waits(frame_s: float) -> None:
+    engine = Engine()
+    taken = engine.flood(frame_s)
+    num_steps, longest_s, began = 200, 0.0, engine.now
+    for _ in range(num_steps):
+        before = engine.computed_s
+        engine.hints.collect()
+        longest_s = max(longest_s, engine.computed_s - before)
+        engine.now += STEP_S
+    assert longest_s <= TAKE_S + frame_s, "what one step spends"
+    assert 0.8 * TAKE_SHARE < engine.computed_s / (engine.now - began) < TAKE_SHARE + 2 * TAKE_S / (num_steps * STEP_S)
+    assert taken == list(range(len(taken))), "none is lost or taken twice"
+
+
+def test_hints_of_a_quiet_step_are_all_taken_at_once() -> None:
+    engine = Engine()
+    taken = engine.flood(1e-5, 50)
+    engine.hints.collect()
+    assert len(taken) == 50
+
+
+def test_time_in_which_others_have_the_processor_is_not_counted() -> None:
+    engine = Engine()
+    taken = engine.flood(0.0, 50)
+
+    def take(frame: hints_pb2.HintFrame, at: float) -> None:
+        taken.append(frame.ping)
+        engine.now += 0.1
+
+    engine.requests.take = take  # type: ignore[method-assign]
+    engine.hints.collect()
+    assert len(taken) == 50
+
+
+def test_a_flood_neither_ends_a_wait_for_hints_nor_keeps_the_engine_busy_in_it() -> None:
+    engine = Engine()
+    taken = engine.flood(1e-4)
+    until, waits = engine.now + 0.05, list[float]()
+    engine.link.on_wait = waits.append
+    engine.requests.wait_until = lambda limits, num_running, now: until if now < until else None  # type: ignore[method-assign]
+    engine.hints.wait({"a": 7}, 1)
+    assert until <= engine.now < until + TAKE_S
+    assert engine.computed_s <= TAKE_S + TAKE_SHARE * 0.05 + 2e-4
+    assert len(taken) > 20, "hints go on to be taken, honest ones among them"
+    assert len(waits) < 5, "while the share is used up it does not look for more"
+
+
+def test_after_the_loss_of_a_hint_server_requests_are_announced_over_several_steps() -> None:
+    engine = Engine()
+    for number in range(50):
+        engine.hints.open(f"r{number}", [1] * 10, draft_pb2.AttachRequest(), frozenset(), is_sampled=False)
+    engine.requests.disconnect()
+    engine.link.opened.clear()
+    engine.link.is_busy = True
+    engine.hints.collect()
+    assert engine.link.opened == []
+    engine.link.is_busy = False
+    steps = 0
+    real_now = engine.hints._now
+
+    def now() -> float:
+        engine.now += 0.0003
+        return real_now()
+
+    engine.hints._now = now
+    while len(engine.link.opened) < 51:
+        before = len(engine.link.opened)
+        engine.hints.collect()
+        assert before < len(engine.link.opened) <= before + 5
+        steps += 1
+    assert steps > 10
+    assert sorted(engine.link.opened) == list(range(1, 52)), "each once"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from outrider.engines.followed_requests import MAX_KEPT_HINTS, FollowedRequests
+from outrider.engines.followed_requests import FollowedRequests
+from outrider.engines.frames import BYTES_MAX, MAX_FRAME_NODES, MAX_FRAME_REQUESTS, FrameKind
 from outrider.hint_service.messages import CloseStream, CommitPublished, HintsArrived, SubscribeDraft, UnsubscribeDraft
+from outrider.hint_service.pending_hints import NODES_MAX
 from outrider.hint_service.session_names import session_name
 from outrider.hints.hint_tree import Hint
 from protos.outrider.v1 import draft_pb2, hints_pb2
@@ -27,6 +29,22 @@ def commit(
     return hints_pb2.CommitFrame(commits=[made])
 
 
+def frames(requests: FollowedRequests) -> list[hints_pb2.HintFrame]:
+    """All that the engine is told, which takes each frame at once."""
+    found = []
+    while (told := requests.take_hints()) is not None:
+        found.append(told[0])
+        requests.taken(1)
+    return found
+
+
+def frame_of(requests: FollowedRequests) -> hints_pb2.HintFrame:
+    """The one frame that the engine is told, or an empty one."""
+    found = frames(requests)
+    assert len(found) <= 1
+    return found[0] if found else hints_pb2.HintFrame()
+
+
 def told(actions: list[CommitPublished]) -> list[tuple[int, list[int]]]:
     return [(action.from_len, action.token_ids) for action in actions]
 
@@ -44,7 +62,7 @@ def test_without_the_token_a_session_does_not_exist() -> None:
     for name in ("s", session_name("s", "guessed"), session_name("t", "secret")):
         assert requests.handle(SubscribeDraft(STREAM, name, 1)) == []
         requests.handle(HintsArrived(name, 1, 3, [Hint(1, 0, 9)], 0.0))
-    assert not requests.take_hints().nodes
+    assert not frame_of(requests).nodes
 
 
 def test_a_paused_follower_gets_tokens_when_it_is_resumed() -> None:
@@ -70,12 +88,12 @@ def test_the_end_is_told_and_the_request_forgotten() -> None:
 def test_the_engine_is_told_of_an_attachment_with_its_first_hints() -> None:
     requests = opened()
     requests.handle(SubscribeDraft(STREAM, NAME, 3))
-    assert not requests.take_hints().subscribe
+    assert not frame_of(requests).subscribe
     requests.handle(HintsArrived(NAME, 2, 3, [Hint(1, 0, 9)], 0.0))
     requests.handle(HintsArrived(NAME, 2, 3, [Hint(2, 1, 8)], 0.0))
-    frame = requests.take_hints()
+    frame = frame_of(requests)
     assert [(each.channel, each.attachment) for each in frame.subscribe] == [(7, 2)]
-    assert [list(each.token_ids) for each in frame.nodes] == [[9], [8]]
+    assert [list(each.token_ids) for each in frame.nodes] == [[9, 8]], "what has gathered is one message"
 
 
 def test_the_engine_is_told_when_the_last_follower_leaves() -> None:
@@ -84,19 +102,70 @@ def test_the_engine_is_told_when_the_last_follower_leaves() -> None:
         requests.handle(SubscribeDraft(STREAM, NAME, 3))
         requests.handle(HintsArrived(NAME, 2, 3, [Hint(1, 0, 9)], 0.0))
         requests.handle(event)
-        frame = requests.take_hints()
-        assert list(frame.unsubscribe) == ["7"]
-        assert not frame.subscribe, "the attachment that it was to be told of is over"
+        assert requests.take_hints() is None, "the attachment that it was to be told of is over"
+        requests.handle(SubscribeDraft(STREAM, NAME, 3))
+        requests.handle(HintsArrived(NAME, 2, 3, [Hint(1, 0, 9)], 0.0))
+        assert frame_of(requests).subscribe
         requests.handle(event)
-        assert not requests.take_hints().unsubscribe
+        assert list(frame_of(requests).unsubscribe) == ["7"]
+        requests.handle(event)
+        assert not frame_of(requests).unsubscribe
 
 
 def test_hints_of_an_earlier_attachment_are_not_passed_on() -> None:
     requests = opened()
     requests.handle(HintsArrived(NAME, 2, 3, [Hint(1, 0, 9)], 0.0))
-    requests.take_hints()
+    frame_of(requests)
     requests.handle(HintsArrived(NAME, 1, 3, [Hint(1, 0, 5)], 0.0))
-    assert not requests.take_hints().nodes
+    assert not frame_of(requests).nodes
+
+
+def test_the_engine_is_told_of_the_attachment_as_it_is_now() -> None:
+    requests = opened()
+    requests.handle(HintsArrived(NAME, 2, 3, [Hint(1, 0, 9)], 0.0))
+    frame_of(requests)
+    for attachment in range(3, 1000):  # a draft worker that comes and goes without end
+        requests.handle(SubscribeDraft(STREAM, NAME, 3))
+        requests.handle(HintsArrived(NAME, attachment, 3, [Hint(1, 0, 9)], 0.0))
+        requests.handle(CloseStream(STREAM))
+    requests.handle(HintsArrived(NAME, 1000, 4, [Hint(1, 0, 8)], 0.0))
+    frame = frame_of(requests)
+    assert list(frame.unsubscribe) == ["7"]
+    assert [(each.channel, each.attachment) for each in frame.subscribe] == [(7, 1000)]
+    assert [list(each.token_ids) for each in frame.nodes] == [[8]]
+
+
+def test_a_paused_request_costs_the_engine_nothing() -> None:
+    requests = opened()
+    requests.handle(SubscribeDraft(STREAM, NAME, 3))
+    requests.take_commits(commit(3, [4], paused=True))
+    requests.handle(HintsArrived(NAME, 1, 4, [Hint(1, 0, 9)], 0.0))
+    assert requests.take_hints() is None
+
+
+def test_an_id_that_fits_into_no_message_costs_its_hint_alone() -> None:
+    requests = opened()
+    requests.handle(HintsArrived(NAME, 1, 3, [Hint(2**32 - 1, 0, 9), Hint(2**32, 0, 8)], 0.0))
+    assert [list(each.token_ids) for each in frame_of(requests).nodes] == [[9]]
+
+
+def test_the_largest_frame_that_is_made_fits() -> None:
+    """Every number as large as it can be, and every request attached anew."""
+    requests, most = FollowedRequests(), 2**32 - 1
+    names = [session_name(f"s{index}", "secret") for index in range(2 * MAX_FRAME_REQUESTS)]
+    for index in range(len(names)):
+        opening = draft_pb2.AttachRequest(session_id=f"s{index}", hint_token="secret", token_ids=[1])
+        requests.open(most - index, opening)
+    hints = [Hint(most - 2 * index, most - 1, most, None, 127, True) for index in range(2 * MAX_FRAME_NODES)]
+    for attachment in (most - 1, most):
+        for name in names:
+            requests.handle(HintsArrived(name, attachment, most, hints, 0.0))
+        found = frames(requests)
+        num_nodes = [sum(len(each.parent_ids) for each in frame.nodes) for frame in found]
+        assert max(num_nodes) == MAX_FRAME_NODES
+        assert sum(num_nodes) == len(names) * len(hints)
+        assert sum(len(frame.subscribe) for frame in found) == len(names)
+        assert max(frame.ByteSize() for frame in found) <= BYTES_MAX[FrameKind.HINTS]
 
 
 class TestExpectedRequests:
@@ -115,33 +184,34 @@ class TestExpectedRequests:
         requests = self.expected()
         assert told(requests.handle(SubscribeDraft(STREAM, NAME, 1))) == [(1, [2, 3])]
         requests.handle(HintsArrived(NAME, 1, 3, [Hint(1, 0, 9)], 0.0))
-        assert not requests.take_hints().nodes
+        assert not frame_of(requests).nodes
         self.announce(requests)
-        hints = requests.take_hints()
+        hints = frame_of(requests)
         assert [(each.channel, each.attachment) for each in hints.subscribe] == [(7, 1)]
         assert [list(each.token_ids) for each in hints.nodes] == [[9]]
 
     def test_no_more_of_them_are_kept_than_a_tree_holds(self) -> None:
         requests = self.expected()
-        for first in range(0, 2 * MAX_KEPT_HINTS, 64):
+        for first in range(0, 2 * NODES_MAX, 64):
             nodes = [Hint(first + index + 1, first + index, 9) for index in range(64)]
             requests.handle(HintsArrived(NAME, 1, 3, nodes, 0.0))
         self.announce(requests)
-        assert sum(len(each.parent_ids) for each in requests.take_hints().nodes) == MAX_KEPT_HINTS
+        assert sum(len(nodes.parent_ids) for frame in frames(requests) for nodes in frame.nodes) == NODES_MAX
+        assert requests.num_dropped == NODES_MAX
 
     def test_one_whose_hints_are_turned_off_gets_none(self) -> None:
         requests = self.expected()
         self.announce(requests)
         requests.handle(SubscribeDraft(STREAM, NAME, 3))
         requests.handle(HintsArrived(NAME, 1, 3, [Hint(1, 0, 9)], 0.0))
-        requests.take_hints()
+        frame_of(requests)
         assert [each.accepts_hints for each in requests.switch(NAME, is_on=False)] == [False]
-        assert list(requests.take_hints().unsubscribe) == ["7"]
+        assert list(frame_of(requests).unsubscribe) == ["7"]
         requests.handle(HintsArrived(NAME, 1, 3, [Hint(2, 1, 8)], 0.0))
-        assert not requests.take_hints().nodes
+        assert not frame_of(requests).nodes
         assert [each.accepts_hints for each in requests.switch(NAME, is_on=True)] == [True]
         requests.handle(HintsArrived(NAME, 1, 3, [Hint(2, 1, 8)], 0.0))
-        hints = requests.take_hints()
+        hints = frame_of(requests)
         assert [each.attachment for each in hints.subscribe] == [1]
         assert hints.nodes
 

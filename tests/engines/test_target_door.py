@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 async def until_hints(link: HintLink) -> hints_pb2.HintFrame:
     async with asyncio.timeout(LAST_RESORT_S):
-        while not (frames := link.receive(0.0)):  # noqa: ASYNC110 - an engine reads between its steps
+        while not (frames := list(link.receive(0.0))):  # noqa: ASYNC110 - an engine reads between its steps
             await asyncio.sleep(0.001)
     return frames[0][0]
 
@@ -80,7 +80,7 @@ async def test_nonsense_from_the_engine_breaks_its_link_alone() -> None:
         link.flush(0.0)
         async with asyncio.timeout(LAST_RESORT_S):
             while link.is_open:
-                link.receive(0.0)
+                list(link.receive(0.0))
                 await asyncio.sleep(0.001)
         hints.open("s", [1], is_on=True)
         assert not hints.is_resting("s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.hint_service.loop_share import BURST_S, SHARE_MAX, LoopShare
+from outrider.concurrency.loop_share import BURST_S, SHARE_MAX, LoopShare
 
 
 def test_little_work_never_waits() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from outrider.worker.model_thread import ModelThread
+from outrider.worker.model_thread import PEERS_S, ModelThread
 
 TIMEOUT_S = 20.0
 
@@ -39,12 +42,17 @@ class FakeCore:
 class Shell:
     """A model thread around a fake core."""
 
-    def __init__(self, core: FakeCore, max_events: int = 65536) -> None:
+    def __init__(self, core: FakeCore, max_events: int = 65536, max_stream_events: int = 1024) -> None:
         self.core = core
         self.delivered: queue.Queue[str] = queue.Queue()
         self.failures: queue.Queue[BaseException] = queue.Queue()
         self.thread: ModelThread[int, str] = ModelThread(
-            core, self._deliver, self.failures.put, name="test-model", max_events=max_events
+            core,
+            self._deliver,
+            self.failures.put,
+            name="test-model",
+            max_events=max_events,
+            max_stream_events=max_stream_events,
         )
         self.is_started = False
 
@@ -105,12 +113,93 @@ def test_inbox_is_bounded_and_says_when_it_is_full() -> None:
     assert [shell.thread.submit(i) for i in range(5)] == [True, True, True, False, False]
 
 
-def test_what_peers_say_finds_half_of_the_room() -> None:
+def test_what_peers_say_finds_half_as_much_room() -> None:
     """I7. A peer that floods a worker shuts its callers out of nothing."""
     shell = Shell(FakeCore(), max_events=4)
     assert [shell.thread.submit(i, is_from_peer=True) for i in range(4)] == [True, True, False, False]
-    assert [shell.thread.submit(i) for i in range(3)] == [True, True, False]
+    assert [shell.thread.submit(i) for i in range(4)] == [True, True, True, False]
     assert shell.thread.submit(9, is_release=True)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """An event of one peer's stream."""
+
+    stream_id: int
+    number: int = 0
+
+
+def test_a_stream_that_floods_shuts_no_other_one_out() -> None:
+    shell = Shell(FakeCore(), max_events=100, max_stream_events=3)
+    submit: Any = shell.thread.submit
+    assert [submit(Streamed(1, i), is_from_peer=True) for i in range(5)] == [True, True, True, False, False]
+    assert submit(Streamed(2), is_from_peer=True)
+
+
+def test_streams_take_turns_within_their_share_of_the_time_and_callers_never_wait_for_them() -> None:
+    core: Any = FakeCore()
+    shell = Shell(core, max_events=10_000, max_stream_events=2000)
+    submit: Any = shell.thread.submit
+    computed_s = 0.0
+
+    def handle(event: Any) -> list[str]:
+        nonlocal computed_s
+        computed_s += 0.002 if isinstance(event, Streamed) else 0.0
+        return []
+
+    turns = list[int]()
+
+    def turn(now: float) -> tuple[list[str], float | None]:
+        turns.append(sum(isinstance(event, Streamed) for event in core.events))
+        if len(turns) == 3:
+            submit("call")
+        return ["turn"], 0.0
+
+    core.on_event, core.next_turn = handle, turn
+    shell.thread._processor = lambda: computed_s
+    for i in range(1000):
+        submit(Streamed(1, i), is_from_peer=True)
+    submit(Streamed(2), is_from_peer=True)
+    shell.start()
+    while "call" not in core.events:
+        shell.next()
+    shell.thread.stop(TIMEOUT_S)
+    num_at_once = round(PEERS_S / 0.002) + 1
+    assert turns[0] <= num_at_once, "the others wait for the next step"
+    assert core.events.index(Streamed(2)) == 1, "one of the first's, then its own"
+    flood = [event.number for event in core.events if event in (Streamed(1, i) for i in range(1000))]
+    assert flood == list(range(len(flood)))
+    assert core.events.index("call") <= turns[2] + 1
+
+
+def test_what_is_left_of_peers_events_is_handled_though_nothing_else_comes() -> None:
+    core: Any = FakeCore()
+    shell = Shell(core)
+    submit: Any = shell.thread.submit
+    clock = itertools.count()
+    shell.thread._processor = lambda: next(clock) * 0.003
+    for i in range(20):
+        submit(Streamed(1, i), is_from_peer=True)
+    shell.start()
+    for _ in range(20):
+        shell.next()
+    shell.thread.stop(TIMEOUT_S)
+    assert [event.number for event in core.events] == list(range(20))
+
+
+def test_the_end_of_a_stream_comes_after_all_of_it() -> None:
+    core: Any = FakeCore()
+    shell = Shell(core)
+    submit: Any = shell.thread.submit
+    for i in range(3):
+        submit(Streamed(1, i), is_from_peer=True)
+    submit(Streamed(2, 7), is_from_peer=True)
+    submit(Streamed(1, 99), is_release=True)
+    shell.start()
+    for _ in range(2):
+        shell.next()
+    shell.thread.stop(TIMEOUT_S)
+    assert core.events == [Streamed(1, 99), Streamed(2, 7)]
 
 
 def test_inbox_takes_events_again_once_the_core_has_caught_up(core: FakeCore) -> None:

@@ -62,6 +62,9 @@ class _ServerContext:
     def time_remaining(self) -> float | None:
         return None if self._until_s is None else max(self._until_s - self._now_s(), 0.0)
 
+    def peer(self) -> str:
+        return "simulated"
+
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         raise _AbortedError(code, details)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest.mock import patch
 
-from outrider.hint_service.loop_share import LoopShare
+from outrider.concurrency.loop_share import LoopShare
+from outrider.hint_service import connections
 from tests.simulation.actors import Draft, Target, Worker
 from tests.simulation.checks import WorkerChecks
 from tests.simulation.client import Client
@@ -57,7 +59,8 @@ def run(scenario: Scenario) -> Outcome:
     world = World(loop, scenario)
     loop.set_exception_handler(world.on_loop_error)
     try:
-        with patch.object(LoopShare, "wait_s", _no_time):  # it measures the real processor's time
+        # They measure the real processor's time.
+        with patch.object(LoopShare, "wait_s", _no_time), patch.object(connections, "SLICE_S", math.inf):
             loop.run_until_complete(world.run())
     except NothingLeftToDoError:
         world.wrong("everybody waits for something that will never come")

@@ -31,7 +31,7 @@ class Service:
         self.told.append(event)
 
     def take(self, *subscribe: hints_pb2.Subscribe) -> None:
-        self.streams._take_frame(hints_pb2.HintFrame(subscribe=subscribe), self.stream)
+        list(self.streams._take_frame(hints_pb2.HintFrame(subscribe=subscribe), self.stream))
 
     def num_commit_bytes(self) -> float:
         labels = {"model_name": "demo", "engine": "target-0"}
@@ -46,7 +46,7 @@ class Service:
         """Whether a hint on this channel is passed on; otherwise it is counted as a bad one."""
         num_told = len(self.told)
         nodes = hints_pb2.HintNodes(channel=channel, base_len=1, parent_ids=[0], token_ids=[1])
-        self.streams._take_frame(hints_pb2.HintFrame(nodes=[nodes]), self.stream)
+        list(self.streams._take_frame(hints_pb2.HintFrame(nodes=[nodes]), self.stream))
         return len(self.told) > num_told
 
 
@@ -84,7 +84,7 @@ class TestEndedSessions:
             if number % 2:
                 service.publish(name, is_finished=True)
             else:
-                service.streams._take_frame(hints_pb2.HintFrame(unsubscribe=[name]), service.stream)
+                list(service.streams._take_frame(hints_pb2.HintFrame(unsubscribe=[name]), service.stream))
         assert len(service.stream.channels) == ENDED_CHANNELS_KEPT
 
     def test_a_hint_that_comes_late_is_no_bad_one(self, service: Service) -> None:

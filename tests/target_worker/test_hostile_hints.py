@@ -23,8 +23,8 @@ from hypothesis.strategies import SearchStrategy
 from outrider.hint_service.draft_streams import MAX_CHANNEL, MAX_FRAME_MESSAGES, MAX_FRAME_NODES
 from outrider.hints.hint_tree import MAX_PATH_KEPT, Hint
 from outrider.hints.hint_wire import MAX_NODES_PER_MESSAGE
+from outrider.message_sizes import MAX_MESSAGE_BYTES
 from outrider.sampling_params import MAX_DRAFT_PROBS
-from outrider.worker.rpc import MAX_MESSAGE_BYTES
 from protos.outrider.v1 import common_pb2, hints_pb2, target_pb2
 from target_worker.messages import HintsArrived
 from tests.hostile import EFFORTS, UINT32, WAIT_S, mangled, messages, try_out

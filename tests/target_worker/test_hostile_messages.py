@@ -8,7 +8,7 @@ import grpc
 import pytest
 from hypothesis import strategies as st
 
-from outrider.worker.rpc import MAX_MESSAGE_BYTES
+from outrider.message_sizes import MAX_MESSAGE_BYTES
 from protos.outrider.v1 import common_pb2, target_pb2
 from tests.hostile import EFFORTS, FLOAT, MANY, UINT32, mangled, messages, try_out
 from tests.models import VOCAB_SIZE

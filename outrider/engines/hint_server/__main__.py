@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outrider.engines.frames import FrameKind, FrameReader
+from outrider.engines.frames import FROM_ENGINE, FrameKind, FrameReader
 from outrider.engines.hint_server.service import HintServer
 from outrider.engines.hint_settings import HintSettings
 from outrider.errors import ConfigurationError, OutriderError
@@ -28,12 +28,13 @@ logger = logging.getLogger("outrider.engines.hint_server")
 def read_hello(engine: socket.socket, frames: FrameReader) -> dict[str, Any] | None:
     """Reads the first frame, which has the settings; None when the engine has gone."""
     while True:
-        for kind, _, body in frames.frames(1):
+        if (frame := frames.next()) is not None:
+            kind, _, body = frame
             if kind is not FrameKind.HELLO:
                 raise ConfigurationError(f"the engine began with a frame of kind {kind}")
             hello: dict[str, Any] = json.loads(body)
             return hello
-        data = engine.recv(1 << 16)
+        data = engine.recv(min(1 << 16, frames.room))
         if not data:
             return None
         frames.feed(data)
@@ -53,7 +54,7 @@ def fingerprint_of(tokenizer_dir: str | None) -> str:
 
 async def serve(engine: socket.socket) -> None:
     """Serves one engine until it has gone. Raises OutriderError."""
-    frames = FrameReader()
+    frames = FrameReader(FROM_ENGINE)
     hello = await asyncio.to_thread(read_hello, engine, frames)
     if hello is None:
         return

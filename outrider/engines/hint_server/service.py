@@ -112,5 +112,5 @@ class HintServer:
                 self._metrics.observe_accepted(commit.num_held_hints)
 
     def _submit(self, event: HintEvent, *, is_release: bool = False, is_from_peer: bool = False) -> None:
-        """Takes what a draft worker sent. Raises Overloaded when the engine does not keep up."""
-        self._bridge.submit(event, is_from_peer=is_from_peer)
+        """Takes what a draft worker sent."""
+        self._bridge.submit(event)

@@ -19,6 +19,7 @@ from tests.e2e.chaos.fault import Fault, NetworkFault, WorkerFault
 from tests.e2e.chaos.faults_of_certificates import FAULTS_OF_CERTIFICATES
 from tests.e2e.chaos.faults_of_clients import FAULTS_OF_CLIENTS
 from tests.e2e.chaos.faults_of_data import FAULTS_OF_DATA
+from tests.e2e.chaos.faults_of_hints import FAULTS_OF_HINTS
 from tests.e2e.chaos.faults_of_networks import FAULTS_OF_NETWORKS
 from tests.e2e.chaos.faults_of_processes import FAULTS_OF_PROCESSES
 from tests.e2e.chaos.faults_of_redis import FAULTS_OF_REDIS
@@ -310,7 +311,7 @@ FAULTS: Final[tuple[type[Fault], ...]] = (
     DraftKilled, DraftStopped, DraftTerminated, DraftCut, HintsCut, HintsStalled, ReplicaKilled,
     RedisKilled, RedisStopped, RedisCut, RedisCutForAMinute, RedisStalled, RedisClockStepped, LogsFull, ClientsLeave,
     *FAULTS_OF_NETWORKS, *FAULTS_OF_PROCESSES, *FAULTS_OF_RESOURCES,
-    *FAULTS_OF_CERTIFICATES, *FAULTS_OF_CLIENTS, *FAULTS_OF_DATA, *FAULTS_OF_REDIS,
+    *FAULTS_OF_CERTIFICATES, *FAULTS_OF_CLIENTS, *FAULTS_OF_DATA, *FAULTS_OF_REDIS, *FAULTS_OF_HINTS,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`python -m command_line.cluster_certificates PREFIX PART …`: keeps a release's certificates in its Kubernetes secrets.
+"""`python -m command_line.cluster_certificates PREFIX PART …`: keeps the certificates of a release in its secrets.
 
 The Helm chart runs it, once as a Job and then daily as a CronJob. The secret PREFIX-ca has the authority and its key,
 PREFIX-PART-tls what the pods of a part mount. The chart has made these secrets without data, and their account may read
@@ -114,8 +114,8 @@ class Secrets:
             found: dict[str, Any] = json.loads(answer.read(ANSWER_BYTES_MAX))
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ApiError(
-                f"{method} {path}: {error or type(error).__name__}; a network policy has to permit the API server's own "
-                "port (networkPolicy.apiServerPorts)"
+                f"{method} {path}: {error or type(error).__name__}; network policies have to permit the API server's "
+                "own port (networkPolicy.apiServerPorts)"
             ) from error
         finally:
             connection.close()
@@ -151,8 +151,8 @@ def _authority(secrets: Secrets, name: str, folder: Path) -> CertificateAuthorit
     files, version = secrets.get(name)
     if files and not {AUTHORITY, AUTHORITY_KEY} <= files.keys():
         raise ConfigurationError(
-            f"the secret {name} has {', '.join(sorted(files))} and no {AUTHORITY_KEY}: its authority is another issuer's, "
-            "such as cert-manager's (tls.issuer). To begin with a new one, delete the data of the secret"
+            f"the secret {name} has {', '.join(sorted(files))} and no {AUTHORITY_KEY}: its authority is another "
+            "issuer's, such as cert-manager's (tls.issuer). To begin with a new one, delete the data of the secret"
         )
     for file, content in files.items():
         (folder / file).write_bytes(content)

@@ -1,4 +1,4 @@
-"""The chart's daily job renews a certificate that is past half of its days, and the process that has it loads the new one."""
+"""The chart's daily job renews a certificate that is past half of its days, and its process loads the new one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SECRET: Final = "outrider-target-tls"
 RENEWED_S: Final = 60.0
+LOOK_S: Final = 0.5
 _PORT: Final = 50051
 
 
@@ -59,8 +60,8 @@ async def _until_shown(address: str, secrets: Mapping[str, Mapping[str, bytes]])
     """Waits until the target shows new connections the certificate of its secret, and no other."""
     expected = x509.load_pem_x509_certificate(secrets[SECRET]["tls.crt"])
     async with asyncio.timeout(RENEWED_S):
-        while await _shown(address, secrets["outrider-operator-tls"]) != expected:
-            await asyncio.sleep(0.5)
+        while await _shown(address, secrets["outrider-operator-tls"]) != expected:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(LOOK_S)
 
 
 async def _shown(address: str, own: Mapping[str, bytes]) -> x509.Certificate:

@@ -72,7 +72,12 @@ async def test_they_are_renewed_halfway_by_the_same_authority(tmp_path: Path) ->
     store = empty()
     await renewed(store, tmp_path)
     before = {**store.secrets}
-    assert await renewed(store, tmp_path, NOW + datetime.timedelta(days=15)) == ["coordinator", "target", "draft", "operator"]
+    assert await renewed(store, tmp_path, NOW + datetime.timedelta(days=15)) == [
+        "coordinator",
+        "target",
+        "draft",
+        "operator",
+    ]
     assert store.secrets["outrider-ca"] == before["outrider-ca"]
     assert store.secrets["outrider-redis-tls"] == before["outrider-redis-tls"], "Redis reads its own at a start only"
     assert store.secrets["outrider-target-tls"]["tls.key"] != before["outrider-target-tls"]["tls.key"]
@@ -80,7 +85,9 @@ async def test_they_are_renewed_halfway_by_the_same_authority(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "damage", [{"tls.key": b""}, {"tls.crt": b"no certificate"}, {"ca.crt": b"-"}], ids=["key", "certificate", "authority"]
+    "damage",
+    [{"tls.key": b""}, {"tls.crt": b"no certificate"}, {"ca.crt": b"-"}],
+    ids=["key", "certificate", "authority"],
 )
 async def test_a_damaged_secret_is_made_anew(tmp_path: Path, damage: Mapping[str, bytes]) -> None:
     store = empty()
@@ -122,7 +129,7 @@ async def test_of_two_runs_at_once_one_makes_the_authority(tmp_path: Path) -> No
 
 async def test_another_account_is_refused(tmp_path: Path) -> None:
     async with api_of(empty(), tmp_path, "outrider-target") as secrets:
-        with pytest.raises(ApiError, match="403, no GET of .*/outrider-ca"):
+        with pytest.raises(ApiError, match=r"403, no GET of .*/outrider-ca"):
             await asyncio.to_thread(secrets.get, "outrider-ca")
 
 

@@ -49,7 +49,7 @@ DOORS: Final[dict[str, dict[str, set[str]]]] = {
     "draft": _WORKER,
     "memory": _WORKER,
     "redis": {"redis": {"coordinator", "target", "draft", "memory"}},
-    "ray-head": {name: _RAY for name in ("gcs", "client", "agent", "metrics")} | {"dashboard": _RAY | {"operator"}},
+    "ray-head": dict.fromkeys(("gcs", "client", "agent", "metrics"), _RAY) | {"dashboard": _RAY | {"operator"}},
     "ray-redis": {"redis": {"ray-head"}},
 }
 """By component and name of a port, who reaches it; nobody else does."""
@@ -172,18 +172,13 @@ class TestUpgrades:
         self, values: Mapping[str, Any], earlier: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], str]:
         """Objects and notes of an upgrade of a release that has these objects."""
-        kinds = ("Secret", "ConfigMap")
-        secrets, config_maps = (
-            {
-                each["metadata"]["name"]: {
-                    key: text.encode() for key, text in each.get("stringData", each.get("data", {})).items()
-                }
-                for each in earlier
-                if each["kind"] == kind
-            }
-            for kind in kinds
-        )
-        files = await rendered(values, lambda: Store(secrets, config_maps), is_upgrade=True)
+        found: dict[str, dict[str, Mapping[str, bytes]]] = {"Secret": {}, "ConfigMap": {}}
+        for each in earlier:
+            if each["kind"] in found:
+                texts = each.get("stringData", each.get("data", {}))
+                found[each["kind"]][each["metadata"]["name"]] = {key: text.encode() for key, text in texts.items()}
+        store = Store(found["Secret"], found["ConfigMap"])
+        files = await rendered(values, lambda: store, is_upgrade=True)
         return objects_of(files), notes_of(files)
 
     def of_an_older_chart(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -34,14 +34,16 @@ reflection, GetInfo and metrics of workers; an engine that others run has one fo
 {{- toJson $parts }}
 {{- end }}
 
-{{/* The volume with the certificate of a part, as an entry of `volumes`. It names its files, so that pods wait until they are
-there. Takes root and role. */}}
+{{/* The volume with the certificate of a part, as an entry of `volumes`. It names the files that the job writes, so that pods wait
+for them; cert-manager makes the secret with them. Takes root and role. */}}
 {{- define "outrider.tls.volume" -}}
 - name: tls
   secret:
     secretName: {{ include "outrider.tls.secret" . }}
     defaultMode: 0440
+    {{- if eq (include "outrider.tls.issuer" .root) "job" }}
     items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}, {key: ca.crt, path: ca.crt}]
+    {{- end }}
 {{- end }}
 
 {{/* The secret with the certificate of a part. Takes root and role. */}}

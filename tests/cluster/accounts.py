@@ -32,7 +32,7 @@ class Accounts:
             self.server_tls.load_cert_chain(folder / CERTIFICATE, folder / PRIVATE_KEY)
 
     def files(self, account: str) -> Mapping[str, bytes]:
-        """What a pod of this account has: a token of its own, the authority of the server, and the namespace."""
+        """Files of a pod of this account: a token of its own, the authority of the server, and the namespace."""
         token = secrets.token_hex(16)
         self._by_token[token] = account
         authority = self._authority.certificate.public_bytes(Encoding.PEM)

@@ -121,7 +121,7 @@ class Installation:
 
     @property
     def store(self) -> Store:
-        """What the API server shows of it."""
+        """Secrets and config maps, as the API server shows them."""
         return Store(self._secrets, self._config_maps)
 
     @property

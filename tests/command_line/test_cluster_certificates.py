@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from command_line.cluster_certificates import ApiError, Secrets, main, part_of, renew
+from command_line.certificates.cluster import ApiError, Secrets, main, part_of, renew
 from k8s.helm.chart import render
 from outrider.errors import ConfigurationError
 from outrider.security.tls import KeyMaterial, read_folder

@@ -120,7 +120,7 @@ def test_nothing_is_in_the_clear_between_the_parts(objects: list[dict[str, Any]]
 
 
 def test_no_rendering_has_a_key_of_a_certificate_or_makes_another_one() -> None:
-    """What Helm makes anew at each rendering is another authority for GitOps, which cannot look up the earlier one."""
+    """GitOps cannot look up an earlier authority, so that one in a rendering would be another each time."""
     given = {"redis": {"existingSecret": "redis"}, "apiKeys": {"existingSecret": "keys"}}
     assert render(given) == render(given)
     secrets = [each for each in render(given) if each["kind"] == "Secret"]
@@ -141,7 +141,7 @@ def test_the_job_is_no_hook_and_runs_again_every_day_with_the_same_pod() -> None
     assert "annotations" not in job["metadata"]
     assert cron["spec"]["jobTemplate"]["spec"]["template"] == job["spec"]["template"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert container["args"] == ["command_line.cluster_certificates", "outrider", *_PARTS]
+    assert container["args"] == ["command_line.certificates.cluster", "outrider", *_PARTS]
 
 
 def test_pods_wait_for_their_certificates(objects: list[dict[str, Any]]) -> None:

@@ -70,7 +70,7 @@ spec:
     - name: certificates
       image: {{ include "outrider.coordinator.image" . }}
       imagePullPolicy: {{ .Values.images.pullPolicy }}
-      args: [command_line.cluster_certificates, {{ include "outrider.fullname" . }}, {{ join ", " (include "outrider.tls.parts" . | fromJsonArray) }}]
+      args: [command_line.certificates.cluster, {{ include "outrider.fullname" . }}, {{ join ", " (include "outrider.tls.parts" . | fromJsonArray) }}]
       resources:
         requests: {cpu: 100m, memory: 64Mi}
         limits: {memory: 256Mi}

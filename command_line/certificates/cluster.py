@@ -1,4 +1,4 @@
-"""`python -m command_line.cluster_certificates PREFIX PART …`: keeps the certificates of a release in its secrets.
+"""`python -m command_line.certificates.cluster PREFIX PART …`: keeps the certificates of a release in its secrets.
 
 The Helm chart runs it, once as a Job and then daily as a CronJob. The secret PREFIX-ca has the authority and its key,
 PREFIX-PART-tls what the pods of a part mount. The chart has made these secrets without data, and their account may read
@@ -44,7 +44,7 @@ class ApiError(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What the certificate of a part says."""
+    """Role, names and days of the certificate of a part."""
 
     role: Role
     names: tuple[str, ...] = ()  # further ones
@@ -163,7 +163,7 @@ def _authority(secrets: Secrets, name: str, folder: Path) -> CertificateAuthorit
 
 
 def _material(folder: Path, files: Files) -> KeyMaterial | None:
-    """What a secret has; None if it is incomplete or damaged."""
+    """Reads the files of a secret; None if they are incomplete or damaged."""
     folder.mkdir()
     for file in (CERTIFICATE, PRIVATE_KEY, AUTHORITY):
         (folder / file).write_bytes(files.get(file, b""))
@@ -174,7 +174,7 @@ def _material(folder: Path, files: Files) -> KeyMaterial | None:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m command_line.cluster_certificates")
+    parser = argparse.ArgumentParser(prog="python -m command_line.certificates.cluster")
     parser.add_argument("prefix", help="of the secrets' names")
     parser.add_argument("parts", nargs="+", help="such as target")
     given = parser.parse_args(words)
@@ -182,10 +182,10 @@ def main(words: Sequence[str]) -> int:
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])
         renewed = renew(Secrets((host, port)), given.prefix, given.parts)
     except KeyError as error:
-        print(f"cluster_certificates: {error} is not set: this runs in a pod of Kubernetes", file=sys.stderr)
+        print(f"certificates: {error} is not set: this runs in a pod of Kubernetes", file=sys.stderr)
         return 2
     except OutriderError as error:
-        print(f"cluster_certificates: {error}", file=sys.stderr)
+        print(f"certificates: {error}", file=sys.stderr)
         return 1
     print(f"new certificates: {', '.join(renewed) or 'none is due'}")
     return 0

@@ -15,7 +15,7 @@ from command_line.audit.command import audit
 from command_line.batch.command import batch
 from command_line.bench.command import bench
 from command_line.canary.command import canary
-from command_line.certificates import certificates
+from command_line.certificates.command import certificates
 from command_line.chat import chat
 from command_line.checkout import not_installed
 from command_line.fetch.command import fetch

@@ -1,6 +1,8 @@
 """`python -m k8s.helm PRESET [VALUES …] > manifests.yaml`: renders the chart for `kubectl apply` or a kustomization.
 
-Secrets are not rendered: those that apply the manifests make them first (docs/operations/kubernetes.md).
+Secrets are not rendered, except for empty ones that a Job fills: those that apply the manifests make them first
+(docs/operations/kubernetes.md). The release is rendered as a new one: values have to say what an installation of an
+older chart is to keep (docs/operations/upgrades.md).
 """
 
 from __future__ import annotations

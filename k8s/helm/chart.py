@@ -66,7 +66,10 @@ def objects_of(files: Mapping[str, str]) -> list[dict[str, Any]]:
 
 def notes(values: Mapping[str, Any] | None = None) -> str:
     """The text that Helm prints after an installation."""
-    files = chart().render(
-        merged({"images": {"registry": REGISTRY}}, values or {}), name="outrider", namespace="outrider"
-    )
+    given = merged({"images": {"registry": REGISTRY}}, values or {})
+    return notes_of(chart().render(given, name="outrider", namespace="outrider", is_install=True))
+
+
+def notes_of(files: Mapping[str, str]) -> str:
+    """The text that Helm prints, of rendered templates."""
     return next(text for path, text in files.items() if path.endswith("NOTES.txt"))

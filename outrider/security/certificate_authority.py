@@ -27,7 +27,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from outrider.errors import ConfigurationError
 from outrider.security.tls import AUTHORITY, CERTIFICATE, PRIVATE_KEY, Role, worker_name
 
-_AUTHORITY_KEY: Final = "ca.key"
+AUTHORITY_KEY: Final = "ca.key"
 _AUTHORITY_DAYS: Final = 3650
 _CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # between the machines that verify
 
@@ -52,7 +52,7 @@ class CertificateAuthority:
     @classmethod
     def open(cls, folder: Path, now: datetime.datetime | None = None) -> Self:
         """Opens the authority in `folder`, which the first call creates. Raises ConfigurationError."""
-        certificate_path, key_path = folder / AUTHORITY, folder / _AUTHORITY_KEY
+        certificate_path, key_path = folder / AUTHORITY, folder / AUTHORITY_KEY
         try:
             if not key_path.exists():
                 folder.mkdir(parents=True, exist_ok=True)

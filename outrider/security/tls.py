@@ -82,7 +82,7 @@ class TlsFiles:
         """Reads the folder; raises ConfigurationError, which names the file."""
         self.folder = folder
         paths = [folder / name for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY)]
-        self._files = WatchedFiles(paths, lambda: _read(folder))
+        self._files = WatchedFiles(paths, lambda: read_folder(folder))
         self._lock = threading.Lock()
         self._contexts: dict[int, tuple[int, ssl.SSLContext]] = {}  # by protocol: the version it was made from
 
@@ -251,7 +251,7 @@ def _server_configuration(material: KeyMaterial) -> grpc.ServerCertificateConfig
     )
 
 
-def _read(folder: Path) -> KeyMaterial:
+def read_folder(folder: Path) -> KeyMaterial:
     """Reads a folder. Raises ConfigurationError for files that are missing, are not PEM or do not belong together."""
     chain, key, authorities = (_contents(folder / name) for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY))
     own = _certificates(folder / CERTIFICATE, chain)[0]

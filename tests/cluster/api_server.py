@@ -1,57 +1,126 @@
-"""An API server as far as Helm's `lookup` goes: secrets by name, to be read. Helm renders an upgrade with it."""
+"""An API server as far as Helm's `lookup` and the chart's Job for certificates need one.
+
+It has secrets and config maps by name, to be read, and secrets to be changed. Helm may do everything; a pod shows its
+token, and may do what the rendered roles permit its account.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from helm_python import Config
 
-from k8s.helm.chart import REGISTRY, chart, merged, objects_of
+from k8s.helm.chart import REGISTRY, chart, merged
 from tests.cluster.pod_plan import NAMESPACE
+from tests.k8s.pods import Object
 
+_KINDS: Final = {"secrets": "Secret", "configmaps": "ConfigMap"}
 _RESOURCES: Final = {
     "kind": "APIResourceList",
     "groupVersion": "v1",
     "resources": [
-        {"name": "secrets", "singularName": "secret", "namespaced": True, "kind": "Secret", "verbs": ["get"]}
+        {"name": name, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": ["get", "patch"]}
+        for name, kind in _KINDS.items()
     ],
 }
-_PATH: Final = f"/api/v1/namespaces/{NAMESPACE}/secrets/"
+_PATH: Final = f"/api/v1/namespaces/{NAMESPACE}/"
 _HEAD_BYTES_MAX: Final = 16 << 10
 
-Secrets = Mapping[str, Mapping[str, bytes]]
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Files by the names of their objects."""
+
+    secrets: MutableMapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+    config_maps: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
 
 
-def answer(path: str, secrets: Secrets) -> tuple[int, dict[str, Any]]:
-    """Status and body for a path. Pure."""
-    if path == "/api/v1":
+@dataclass(frozen=True, slots=True)
+class Request:
+    method: str
+    path: str
+    token: str = ""
+    body: bytes = b""
+
+
+May = Callable[[Request], bool]
+
+
+def answer(request: Request, store: Store) -> tuple[int, dict[str, Any]]:
+    """Status and body. A change of a secret (a merge patch) is made in the store."""
+    if request.path == "/api/v1":
         return 200, _RESOURCES
-    name = path.removeprefix(_PATH)
-    if path.startswith(_PATH) and name in secrets:
-        data = {key: base64.b64encode(value).decode() for key, value in secrets[name].items()}
-        meta = {"name": name, "namespace": NAMESPACE}
-        return 200, {"kind": "Secret", "apiVersion": "v1", "metadata": meta, "data": data}
-    status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
-    return 404, status | {"message": f"there is no {path}"}
+    resource, _, name = request.path.removeprefix(_PATH).partition("/")
+    objects = {"secrets": store.secrets, "configmaps": store.config_maps}.get(resource, {})
+    if not request.path.startswith(_PATH) or name not in objects:
+        return _failure(404, "NotFound", f"there is no {request.path}")
+    if request.method == "PATCH":
+        patch = json.loads(request.body)
+        if patch["metadata"]["resourceVersion"] != _version(objects[name]):
+            return _failure(409, "Conflict", "the object has been modified")
+        store.secrets[name] = {
+            **store.secrets[name],
+            **{key: base64.b64decode(value) for key, value in patch["data"].items()},
+        }
+    files = objects[name]
+    meta = {"name": name, "namespace": NAMESPACE, "resourceVersion": _version(files)}
+    body = {"kind": _KINDS[resource], "apiVersion": "v1", "metadata": meta}
+    if files:  # an empty map is left out
+        is_secret = resource == "secrets"
+        body["data"] = {
+            key: base64.b64encode(value).decode() if is_secret else value.decode() for key, value in files.items()
+        }
+    return 200, body
 
 
-async def rendered(
-    values: Mapping[str, Any], secrets: Callable[[], Secrets], *, is_upgrade: bool
-) -> list[dict[str, Any]]:
-    """The chart's objects, as Helm renders them where these secrets are. Raises HelmError."""
+def is_permitted(objects: Sequence[Object], account: str, request: Request) -> bool:
+    """Whether roles that are bound to the account permit the request for a named object."""
+    resource, _, name = request.path.removeprefix(_PATH).partition("/")
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}
+    bound = {
+        each["roleRef"]["name"] for each in objects if each["kind"] == "RoleBinding" and subject in each["subjects"]
+    }
+    return any(
+        resource in rule["resources"] and request.method.lower() in rule["verbs"] and name in rule["resourceNames"]
+        for each in objects
+        if each["kind"] == "Role" and each["metadata"]["name"] in bound
+        for rule in each["rules"]
+    )
+
+
+@asynccontextmanager
+async def serving(
+    store: Callable[[], Store],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls: ssl.SSLContext | None = None,
+    may: May = lambda _: True,
+) -> AsyncIterator[int]:
+    """Serves until the context ends; its value is the port."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _serve(reader, writer, secrets())
+        await _serve(reader, writer, store(), may)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=_HEAD_BYTES_MAX)
+    server = await asyncio.start_server(serve, host, port, limit=_HEAD_BYTES_MAX, ssl=tls)
     async with server:
-        port = server.sockets[0].getsockname()[1]
+        found: int = server.sockets[0].getsockname()[1]
+        yield found
+
+
+async def rendered(values: Mapping[str, Any], store: Callable[[], Store], *, is_upgrade: bool) -> dict[str, str]:
+    """The chart's files, as Helm renders them where these objects are. Raises HelmError."""
+    async with serving(store) as port:
         with Config(kube_apiserver=f"http://127.0.0.1:{port}", namespace=NAMESPACE) as config:
-            files = await asyncio.to_thread(
+            return await asyncio.to_thread(
                 config.render,
                 chart(),
                 merged({"images": {"registry": REGISTRY}}, values),
@@ -60,16 +129,27 @@ async def rendered(
                 is_install=not is_upgrade,
                 is_upgrade=is_upgrade,
             )
-    return objects_of(files)
 
 
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secrets: Secrets) -> None:
+def _version(files: Mapping[str, bytes]) -> str:
+    return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
+
+
+def _failure(code: int, reason: str, message: str) -> tuple[int, dict[str, Any]]:
+    status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+    return code, status | {"message": message}
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, store: Store, may: May) -> None:
     """Answers one request, and closes the connection."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    path = head.split(b" ")[1].decode().partition("?")[0]
-    status, body = answer(path, secrets)
-    text = json.dumps(body).encode()
-    lines = f"HTTP/1.1 {status} Answer\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
-    writer.write(f"{lines}Connection: close\r\n\r\n".encode() + text)
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    method, path, _ = first.split(" ")
+    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    request = Request(method, path.partition("?")[0], headers.get("authorization", "").removeprefix("Bearer "), body)
+    status, found = answer(request, store) if may(request) else _failure(403, "Forbidden", f"no {method} of {path}")
+    text = json.dumps(found).encode()
+    head = f"HTTP/1.1 {status} Answer\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
+    writer.write(f"{head}Connection: close\r\n\r\n".encode() + text)
     await writer.drain()
     writer.close()

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from tests.cluster import firewall
+from tests.cluster.accounts import Accounts
+from tests.cluster.api_server import Store, serving
 from tests.cluster.certificate_issuer import CertificateIssuer
 from tests.cluster.container import FILES, prepare
 from tests.cluster.firewall import Peer, Service
@@ -37,6 +39,7 @@ LOOK_S: Final = 0.25
 """Between two rounds of the controllers, if nothing has changed."""
 ISSUES_S: Final = 1.0
 """The time that a certificate takes to be issued."""
+API_PORT: Final = 6443
 CLIENT: Final = "client"
 OUTSIDERS: Final = {
     GATEWAY: OTHERS["proxy"],
@@ -49,6 +52,7 @@ SHARED_GROUP: Final = 10001
 PASSIVE: Final = frozenset(
     {
         *("ServiceAccount", "PriorityClass", "PodDisruptionBudget", "Issuer", "Certificate", "Service"),
+        *("Role", "RoleBinding", "CronJob"),
         *("NetworkPolicy", "Gateway", "HTTPRoute", "GRPCRoute", "Deployment", "RayService", "Job"),
     }
 )
@@ -65,6 +69,14 @@ class Installation:
         self.addresses: dict[str, str] = {}  # of outsiders
         self._say, self._group_place = say, group_place
         self._network, self._issuer = Network(), CertificateIssuer()
+        self._accounts = Accounts(NODE)
+        self._api = serving(
+            lambda: self.store,
+            host=NODE,
+            port=API_PORT,
+            tls=self._accounts.server_tls,
+            may=lambda request: self._accounts.may(self.objects, request),
+        )
         self._objects: dict[tuple[str, str], Object] = {}
         self._secrets: dict[str, Mapping[str, bytes]] = {}
         self._config_maps: dict[str, Mapping[str, bytes]] = {}
@@ -87,6 +99,7 @@ class Installation:
         await self._network.open()
         for name, party in OUTSIDERS.items():
             await self.add_outsider(name, party)
+        await self._api.__aenter__()
         await self._tasks.__aenter__()
         self._controllers = self._tasks.create_task(self._control())
         return self
@@ -100,10 +113,16 @@ class Installation:
             pod.abandon()
         await self.gateway.stop()
         await self._tasks.__aexit__(*error)
+        await self._api.__aexit__(*error)
 
     @property
     def secrets(self) -> Mapping[str, Mapping[str, bytes]]:
         return self._secrets
+
+    @property
+    def store(self) -> Store:
+        """Secrets and config maps, as the API server shows them."""
+        return Store(self._secrets, self._config_maps)
 
     @property
     def objects(self) -> list[Object]:
@@ -169,7 +188,10 @@ class Installation:
         for each in objects:
             kind, name = each["kind"], each["metadata"]["name"]
             if kind == "Secret":
-                self._secrets[name] = {key: value.encode() for key, value in each["stringData"].items()}
+                if "stringData" in each:
+                    self._secrets[name] = {key: value.encode() for key, value in each["stringData"].items()}
+                else:
+                    self._secrets.setdefault(name, {})  # what others have written into it stays
             elif kind == "ConfigMap":
                 self._config_maps[name] = {key: value.encode() for key, value in each["data"].items()}
             elif kind == "PersistentVolumeClaim":
@@ -309,7 +331,10 @@ class Installation:
             for each in self._of("Service")
             if each["metadata"]["name"] in self._service_addresses
         }
-        identity = Identity(name, await self._network.add(name), template["metadata"]["labels"], service_links(links))
+        links["kubernetes"] = (NODE, {"https": API_PORT})
+        account = self._accounts.files(spec["serviceAccountName"]) if spec.get("automountServiceAccountToken") else {}
+        address = await self._network.add(name)
+        identity = Identity(name, address, template["metadata"]["labels"], service_links(links), account)
         pod = Pod(identity, spec, owner, revision, self._say, self._changed.set, self._group_place)
         self.pods.append(pod)
         self._waiting.append(pod)

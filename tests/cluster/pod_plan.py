@@ -6,7 +6,7 @@ Only the fields that the chart uses are understood. Another one raises ValueErro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,8 @@ from tests.cluster.images import Image
 from tests.k8s.pods import Object
 
 NAMESPACE: Final = "outrider"
+ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
+_ACCOUNT_VOLUME: Final = "kube-api-access"
 # Where a pod runs, and who may do so: one node, which has no API, runs all of them.
 NOT_OF_A_NODE: Final = frozenset(
     {
@@ -67,6 +69,8 @@ class Identity:
     labels: Mapping[str, str]
     service_links: Mapping[str, str] = field(default_factory=dict)
     """Variables that name the services that there are (`service_links`)."""
+    account: Mapping[str, bytes] = field(default_factory=dict)
+    """Files by which a pod calls the API, where its specification says that it has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +135,14 @@ def plan_pod(spec: Object, identity: Identity, contents: Contents, image_of: Cal
     _check(security, SECURITY_FIELDS, "security context")
     volumes = plan_volumes(spec, contents)
     read_only = {volume.name for volume in volumes if volume.is_read_only}
+    account = []
+    if spec.get("automountServiceAccountToken", True):
+        account = [{"name": _ACCOUNT_VOLUME, "mountPath": ACCOUNT, "readOnly": True}]
+        files = {name: (content, 0o640) for name, content in identity.account.items()}
+        volumes = (*volumes, Volume(_ACCOUNT_VOLUME, files))
     init_containers, containers = (
         tuple(
-            _plan_container(container, security, identity, contents, image_of, read_only)
+            _plan_container(container, security, identity, contents, image_of, read_only, account)
             for container in spec.get(key, ())
         )
         for key in ("initContainers", "containers")
@@ -199,6 +208,7 @@ def _plan_container(
     contents: Contents,
     image_of: Callable[[str], Image],
     read_only: Set[str],
+    account: Sequence[Object],
 ) -> ContainerPlan:
     _check(container, CONTAINER_FIELDS, "container")
     if container["securityContext"] != RESTRICTED:
@@ -218,7 +228,7 @@ def _plan_container(
         security["runAsGroup"],
         tuple(
             Mount(each["name"], each["mountPath"], each.get("readOnly", False) or each["name"] in read_only)
-            for each in container.get("volumeMounts", ())
+            for each in (*container.get("volumeMounts", ()), *account)
         ),
         {
             kind: _plan_probe(container[f"{kind}Probe"], ports)

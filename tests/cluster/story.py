@@ -14,13 +14,14 @@ from typing import Any, Final
 
 from command_line.checkout import ROOT
 from demo.corpus import held_out_prompts
-from k8s.helm.chart import merged
+from k8s.helm.chart import merged, objects_of
 from tests.cluster import pairs
 from tests.cluster.api_server import rendered
 from tests.cluster.container import FILES
 from tests.cluster.installation import Installation, tails
 from tests.cluster.kuberay.pods import CLUSTER as RAY_CLUSTER
 from tests.cluster.network import CommandError, reachable
+from tests.cluster.renewal import check_renewal
 from tests.cluster.traffic import KINDS, Access, Tally, asking, checked
 from tests.e2e.chaos.cgroups import Place as GroupPlace
 from tests.k8s.pods import NAME
@@ -29,13 +30,12 @@ from tests.k8s.policy_rules import Party, can_reach
 HOST: Final = "outrider.example.com"
 GRPC_HOST: Final = "grpc.outrider.example.com"
 VALUES: Final[dict[str, Any]] = {
-    "tls": {"enabled": True},
-    "networkPolicy": {"enabled": True},
     "gateway": {"enabled": True, "className": "cluster", "hostname": HOST, "grpcHostname": GRPC_HOST},
     "priorityClass": {"create": True},
     "coordinator": {"replicas": {"min": 2}},
 }
-RAY_VALUES: Final[dict[str, Any]] = {"coordinator": {"hosting": "ray"}}
+RAY_VALUES: Final[dict[str, Any]] = {"coordinator": {"hosting": "ray"}, "tls": {"enabled": True}}
+"""With certificates by cert-manager; otherwise the chart's own Job makes them."""
 CHANGES: Final[dict[str, Any]] = {
     "target": {"maxNumSeqs": 24},
     "draft": {"maxNumSeqs": 24},
@@ -176,7 +176,7 @@ class Story:
             await asyncio.sleep(0.1)
 
     async def _rendered(self, values: dict[str, Any], *, is_upgrade: bool) -> list[dict[str, Any]]:
-        return await rendered(values, lambda: self.installation.secrets, is_upgrade=is_upgrade)
+        return objects_of(await rendered(values, lambda: self.installation.store, is_upgrade=is_upgrade))
 
 
 async def tell(given: argparse.Namespace, group_place: GroupPlace | None) -> None:
@@ -191,6 +191,9 @@ async def tell(given: argparse.Namespace, group_place: GroupPlace | None) -> Non
         story.say("everything is available")
         await story.check_requests(access)
         await story.check_policies()
+        if not given.ray and not given.pairs:
+            await check_renewal(story)
+            await story.check_requests(access)
         if not given.short:
             prompts = [(prompt, 60 if number else LONG_TOKENS) for number, prompt in enumerate(held_out_prompts(6))]
             async with asking(access, prompts, given.clients) as tally:

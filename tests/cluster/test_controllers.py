@@ -10,8 +10,8 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from k8s.helm.chart import render
-from tests.cluster.api_server import answer, rendered
+from k8s.helm.chart import objects_of, render
+from tests.cluster.api_server import Request, Store, answer, is_permitted, rendered
 from tests.cluster.certificate_issuer import CertificateIssuer
 from tests.cluster.dial import dial
 from tests.cluster.images import write_programs
@@ -49,23 +49,44 @@ def test_a_certificate_waits_for_its_issuer() -> None:
 
 
 async def made_secrets(kept: Mapping[str, Mapping[str, bytes]], *, is_upgrade: bool) -> dict[str, dict[str, bytes]]:
+    files = await rendered({}, lambda: Store({**kept}), is_upgrade=is_upgrade)
     return {
         each["metadata"]["name"]: {key: text.encode() for key, text in each["stringData"].items()}
-        for each in await rendered({}, lambda: kept, is_upgrade=is_upgrade)
-        if each["kind"] == "Secret"
+        for each in objects_of(files)
+        if each["kind"] == "Secret" and "stringData" in each
     }
 
 
 async def test_an_upgrade_keeps_the_passwords_and_keys_that_are_there() -> None:
     """Helm's own `lookup` asks an API server for them."""
     first = await made_secrets({}, is_upgrade=False)
-    assert await made_secrets(first, is_upgrade=True) == first
-    assert await made_secrets({}, is_upgrade=True) != first
+    again = await made_secrets(first, is_upgrade=False)
+    assert again == first
+    assert await made_secrets({}, is_upgrade=False) != first
+
+
+SECRETS = "/api/v1/namespaces/outrider/secrets/"
 
 
 def test_a_secret_that_is_not_there_is_not_found() -> None:
-    status, body = answer("/api/v1/namespaces/outrider/secrets/none", {})
+    status, body = answer(Request("GET", f"{SECRETS}none"), Store())
     assert (status, body["reason"]) == (404, "NotFound")
+
+
+def test_the_account_of_the_certificates_may_change_them_and_nothing_else() -> None:
+    objects = render()
+
+    def may(method: str, name: str, account: str = "outrider-certificates") -> bool:
+        return is_permitted(objects, account, Request(method, f"{SECRETS}{name}"))
+
+    for name in ("outrider-ca", "outrider-target-tls"):
+        assert may("GET", name)
+        assert may("PATCH", name)
+        assert not may("DELETE", name)
+        assert not may("GET", name, "outrider-target")
+    for name in ("outrider-redis", "outrider-api-keys", "another"):
+        assert not may("GET", name)
+        assert not may("PATCH", name)
 
 
 def test_a_probe_has_to_fail_and_succeed_often_enough() -> None:

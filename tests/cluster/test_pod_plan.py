@@ -31,7 +31,7 @@ CONTENTS = Contents(
         **{
             each["metadata"]["name"]: {key: value.encode() for key, value in each["stringData"].items()}
             for each in OBJECTS
-            if each["kind"] == "Secret"
+            if each["kind"] == "Secret" and "stringData" in each
         },
         **{f"outrider-{part}-tls": FILES for part in ("coordinator", "target", "draft", "redis")},
     },

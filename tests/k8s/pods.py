@@ -8,7 +8,7 @@ from typing import Any, Final
 
 Object = Mapping[str, Any]
 
-WORKLOADS: Final = ("Deployment", "StatefulSet", "Job")
+WORKLOADS: Final = ("Deployment", "StatefulSet", "Job", "CronJob")
 NAME: Final = "app.kubernetes.io/component"
 
 
@@ -37,7 +37,8 @@ def pods(objects: Sequence[Object]) -> Iterator[Pod]:
         templates = []
         claims = frozenset[str]()
         if each["kind"] in WORKLOADS:
-            templates = [(name, each["spec"]["template"])]
+            spec = each["spec"]["jobTemplate"]["spec"] if each["kind"] == "CronJob" else each["spec"]
+            templates = [(name, spec["template"])]
             claims = frozenset(claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", ()))
         elif each["kind"] == "Pod":
             templates = [(name, each)]

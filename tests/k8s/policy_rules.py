@@ -50,6 +50,8 @@ NEEDED: Final = (
     ("test", "dns", 53),
     ("fetch", "dns", 53),
     ("fetch", "stranger", 443),
+    ("certificates", "stranger", 443),  # the API server, which is no pod
+    ("certificates", "stranger", 6443),
     ("gateway", "coordinator", 8000),
     ("gateway", "coordinator", 9000),
     ("proxy", "coordinator", 8000),
@@ -91,6 +93,9 @@ FORBIDDEN: Final = (
     ("neighbour", "target", 50051),
     ("proxy", "target", 50051),
     ("fetch", "redis", 6379),
+    ("certificates", "redis", 6379),
+    ("certificates", "target", 50051),
+    ("certificates", "stranger", 80),
     ("test", "target", 50051),
     ("stranger", "coordinator", 8000),
     ("stranger", "target", 50051),

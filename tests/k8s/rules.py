@@ -79,7 +79,10 @@ def ports_that_stand_open(objects: Sequence[Object]) -> Iterator[str]:
     """Workers that others reach without a certificate, unless that is said; where there are certificates it may not be
     said. Probes that would need one. Coordinators that ask for no key, would not miss their keys, or let Ray's ports be
     anybody's."""
-    has_certificates = any(each["kind"] == "Certificate" for each in objects)
+    has_certificates = any(
+        each["kind"] == "Certificate" or (each["kind"] == "Secret" and each["metadata"]["name"].endswith("-tls"))
+        for each in objects
+    )
     for pod in pods(objects):
         for container in pod.spec["containers"]:
             words = [*container.get("command", ()), *container.get("args", ())]
@@ -152,7 +155,7 @@ def containers_that_may_too_much(objects: Sequence[Object]) -> Iterator[str]:
         own = pod.spec.get("securityContext", {})
         if not own.get("runAsNonRoot") or own.get("seccompProfile", {}).get("type") != "RuntimeDefault":
             yield f"{pod.owner} may run as root, or without a seccomp profile"
-        if pod.spec.get("automountServiceAccountToken", True):
+        if pod.spec.get("automountServiceAccountToken", True) and pod.name != "certificates":
             yield f"{pod.owner} has a token for the cluster"
         for container in pod.containers:
             context = container.get("securityContext", {})

@@ -84,6 +84,9 @@ class TestValues:
                 "follow requests of coordinators",
             ),
             ({"coordinator": {"hosting": "serve"}}, "hosting"),
+            ({"tls": {"enabled": "yes"}}, "tls.enabled"),
+            ({"tls": {"issuer": "helm"}}, "tls.issuer"),
+            ({"networkPolicy": {"enabled": ""}}, "networkPolicy.enabled"),
         ],
     )
     def test_a_mistake_is_refused_by_its_name(self, values: dict[str, Any], reason: str) -> None:
@@ -120,7 +123,9 @@ class TestValues:
         done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
         objects = list(yaml.safe_load_all(done.stdout))
         assert "--max-num-seqs=7" in container_of(objects, "target")["args"]
-        assert {each["kind"] for each in objects}.isdisjoint({"Secret", "Pod"})
+        assert "Pod" not in {each["kind"] for each in objects}
+        secrets = [each for each in objects if each["kind"] == "Secret"]
+        assert [each for each in secrets if each.keys() & {"data", "stringData"}] == []
 
     def test_a_preset_that_there_is_not_is_refused(self) -> None:
         words = [sys.executable, "-m", "k8s.helm", "llama"]
@@ -132,7 +137,9 @@ class TestValues:
 class TestDemo:
     def test_it_needs_nothing_but_the_images(self) -> None:
         objects = render()
-        assert {each["apiVersion"] for each in objects} == {"v1", "apps/v1", "policy/v1"}
+        assert {each["apiVersion"] for each in objects} == {
+            *("v1", "apps/v1", "policy/v1", "batch/v1", "networking.k8s.io/v1", "rbac.authorization.k8s.io/v1"),
+        }
         for pod in pods(objects):
             volumes = {kind for volume in pod.spec.get("volumes", ()) for kind in volume} - {"name"}
             assert volumes <= {"secret", "configMap", "emptyDir"}
@@ -223,6 +230,12 @@ class TestColdStart:
         assert first(objects, "Deployment", "target")["spec"]["progressDeadlineSeconds"] > 7200
 
 
+def fetches(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Jobs that fetch models."""
+    jobs = [each for each in objects if each["kind"] == "Job"]
+    return [each for each in jobs if each["spec"]["template"]["metadata"]["labels"][NAME] == "fetch"]
+
+
 class TestModels:
     @pytest.fixture
     def values(self) -> dict[str, Any]:
@@ -230,7 +243,7 @@ class TestModels:
 
     def test_a_source_is_fetched_once_and_waited_for(self, values: dict[str, Any]) -> None:
         objects = render(values)
-        (job,) = [each for each in objects if each["kind"] == "Job"]
+        (job,) = fetches(objects)
         (fetch,) = job["spec"]["template"]["spec"]["containers"]
         assert fetch["args"][:3] == ["command_line", "fetch", "hf://org/a@1234567"]
         folder = fetch["args"][3]
@@ -243,9 +256,9 @@ class TestModels:
 
     def test_another_pod_is_another_job(self, values: dict[str, Any]) -> None:
         """Kubernetes refuses a change of a Job's pod, and with it the whole upgrade."""
-        (job,) = [each for each in render(values) if each["kind"] == "Job"]
+        (job,) = fetches(render(values))
         change = {"images": {"tag": "0.2.0"}}
-        (other,) = [each for each in render(merged(values, change)) if each["kind"] == "Job"]
+        (other,) = fetches(render(merged(values, change)))
         assert job["spec"]["template"] != other["spec"]["template"]
         assert job["metadata"]["name"] != other["metadata"]["name"]
         folder = job["spec"]["template"]["spec"]["containers"][0]["args"][3]
@@ -259,7 +272,8 @@ class TestModels:
 
     def test_a_volume_that_is_there_is_used_as_it_is(self) -> None:
         objects = render({"models": {"claim": "weights"}})
-        assert {"PersistentVolumeClaim", "Job"}.isdisjoint(each["kind"] for each in objects)
+        assert "PersistentVolumeClaim" not in {each["kind"] for each in objects}
+        assert fetches(objects) == []
         (volume,) = [each for each in spec_of(objects, "draft")["volumes"] if each["name"] == "models"]
         assert volume["persistentVolumeClaim"] == {"claimName": "weights", "readOnly": True}
 
@@ -278,8 +292,7 @@ class TestHeads:
 
     def fetched(self, objects: list[dict[str, Any]]) -> dict[str, str]:
         """Folders by their sources."""
-        jobs = [each for each in objects if each["kind"] == "Job"]
-        words = [job["spec"]["template"]["spec"]["containers"][0]["args"] for job in jobs]
+        words = [job["spec"]["template"]["spec"]["containers"][0]["args"] for job in fetches(objects)]
         assert len({source for _, _, source, _ in words}) == len(words), "each source is fetched once"
         return {source: folder for _, _, source, folder in words}
 
@@ -447,12 +460,12 @@ def test_probes_of_redis_leave_no_lines_in_its_log(is_encrypted: bool, kind: str
 
 
 def test_users_of_redis_have_the_passwords_of_their_addresses() -> None:
-    secret: Mapping[str, str] = first(render(), "Secret", "redis")["stringData"]
+    secret: Mapping[str, str] = first(render({"tls": {"enabled": False}}), "Secret", "redis")["stringData"]
     for user in ("coordinator", "target", "draft"):
         password = re.fullmatch(rf"redis://{user}:(\w+)@outrider-redis:6379/0", secret[f"url-{user}"])
         assert password is not None
         assert f"user {user} on #{hashlib.sha256(password[1].encode()).hexdigest()} " in secret["users.conf"]
-    encrypted = first(render(SECURED), "Secret", "redis")["stringData"]["url-target"]
+    encrypted = first(render(), "Secret", "redis")["stringData"]["url-target"]
     assert encrypted.startswith("rediss://")
     assert "ssl_ca_certs=/etc/outrider/tls/ca.crt" in encrypted
 

@@ -43,14 +43,16 @@ def of(kind: str, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 class TestObjects:
     def test_without_more_they_are_draft_workers_and_what_belongs_to_them(self) -> None:
-        kinds = sorted(each["kind"] for each in render(DEMO))
-        assert kinds == ["Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"]
+        open_ones = {"tls": {"enabled": False}, "networkPolicy": {"enabled": False}}
+        kinds = sorted(each["kind"] for each in render(merged(DEMO, open_ones)))
+        assert kinds == ["ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"]
+        assert {pod.name for pod in pods(render(DEMO))} == {"draft", "certificates"}
 
     def test_no_part_of_the_rest_is_there_whatever_else_is_on(self) -> None:
         more = {"coordinator": {"hosting": "ray", "ray": {"faultTolerance": {"enabled": True}}}}
         objects = render(merged(EVERYTHING, more))
         assert {pod.name for pod in pods(objects)} == {"draft", "fetch"}
-        assert {each["kind"] for each in objects}.isdisjoint({"Secret", "Gateway", "RayService", "ConfigMap"})
+        assert {each["kind"] for each in objects}.isdisjoint({"Secret", "Gateway", "RayService"})
         words = " ".join(container_of(objects, "draft")["args"])
         assert "redis" not in words
         for each in objects:
@@ -117,6 +119,9 @@ class TestObjects:
         text = notes(DEMO)
         assert '"draft_workers": ["outrider-demo-draft-workers.outrider:50051"]' in text
         assert "curl" not in text
+        assert '"tls_dir": "/etc/outrider/tls"' in text
+        assert "outrider-engine-tls" in text
+        assert '"is_insecure": true' in notes(merged(DEMO, {"tls": {"enabled": False}}))
 
     @pytest.mark.parametrize(
         ("values", "reason"),
@@ -165,7 +170,7 @@ class Worker:
 @asynccontextmanager
 async def started(port: int, log: Path) -> AsyncIterator[Worker]:
     """The worker as its pod would run it, but for ports and the place of the models."""
-    spec = spec_of(render(DEMO), "draft")
+    spec = spec_of(render(merged(DEMO, {"tls": {"enabled": False}})), "draft")
     (container,) = plan_pod(spec, Identity("draft-0", "127.0.0.1", {}), Contents(), image_of).containers
     (metrics_port,) = free_ports(1)
     assert container.words[:3] == ("python", "-m", "draft_worker")

@@ -56,6 +56,7 @@ SECURED = {
 }
 INSTALLATIONS = {
     "demo": preset("demo"),
+    "demo, open": {"tls": {"enabled": False}, "networkPolicy": {"enabled": False}},
     "demo, secured": SECURED,
     "llama-70b": merged(preset("llama-70b"), SECURED),
     "llama-70b, plain": merged(

@@ -15,7 +15,7 @@ from tests.cluster.pod_plan import ContainerPlan, Contents, Identity, plan_pod
 from tests.k8s.pods import Object, matches
 
 CLUSTER = "outrider-coordinator-abcde"
-RAY = {"coordinator": {"hosting": "ray", "replicas": {"min": 2}}}
+RAY = {"coordinator": {"hosting": "ray", "replicas": {"min": 2}}, "tls": {"enabled": False}}
 HEAD = "ulimit -n 65536; ray start --head  --block  --dashboard-agent-listen-port=52365  --dashboard-host=0.0.0.0 "
 # Any file and key is there.
 TOKEN = {CLUSTER: {"auth_token": b"token"}, "outrider-ray-redis": {"password": b"secret"}}

@@ -24,7 +24,7 @@ memory_tenants: {{ toJson . }}
 
 {{/* Variables of every replica. */}}
 {{- define "outrider.coordinator.env" -}}
-{{- if .Values.tls.enabled }}
+{{- if eq (include "outrider.hasTls" .) "true" }}
 - {name: OUTRIDER_TLS_DIR, value: /etc/outrider/tls}
 {{- else }}
 # Without certificates everybody who reaches the metrics port can read it.
@@ -43,7 +43,7 @@ memory_tenants: {{ toJson . }}
 - {name: models-file, mountPath: /etc/outrider/models, readOnly: true}
 - {name: redis, mountPath: /etc/outrider/redis, readOnly: true}
 - {name: keys, mountPath: /etc/outrider/keys, readOnly: true}
-{{- if .Values.tls.enabled }}
+{{- if eq (include "outrider.hasTls" .) "true" }}
 - {name: tls, mountPath: /etc/outrider/tls, readOnly: true}
 {{- end }}
 {{- if .Values.coordinator.batches.claim }}
@@ -69,9 +69,8 @@ memory_tenants: {{ toJson . }}
     defaultMode: 0440
     items:
       - {key: keys.toml, path: keys.toml}
-{{- if .Values.tls.enabled }}
-- name: tls
-  secret: {secretName: {{ include "outrider.fullname" . }}-coordinator-tls, defaultMode: 0440}
+{{- if eq (include "outrider.hasTls" .) "true" }}
+{{ include "outrider.tls.volume" (dict "root" . "role" "coordinator") }}
 {{- end }}
 {{- with .Values.coordinator.batches.claim }}
 - name: batches

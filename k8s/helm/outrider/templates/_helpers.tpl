@@ -48,10 +48,10 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* What all pods begin with. Takes root and account. */}}
+{{/* What all pods begin with. Takes root, account and callsApi: whether the pod has a token for the cluster's API. */}}
 {{- define "outrider.pod.common" -}}
 serviceAccountName: {{ include "outrider.fullname" .root }}-{{ .account }}
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ .callsApi | default false }}
 {{- with include "outrider.priorityClass" .root }}
 priorityClassName: {{ . }}
 {{- end }}
@@ -93,20 +93,10 @@ imagePullSecrets:
 {{ and (eq .Values.coordinator.hosting "ray") (not .Values.attach.enabled) }}
 {{- end }}
 
-{{/* The secret with the certificate of a part. Takes root and role. */}}
-{{- define "outrider.tls.secret" -}}
-{{- .root.Values.attach.tlsSecret | default (printf "%s-%s-tls" (include "outrider.fullname" .root) .role) }}
-{{- end }}
-
-{{/* Whether workers have certificates: cert-manager's, or those of a secret. */}}
-{{- define "outrider.hasTls" -}}
-{{ or .Values.tls.enabled (not (empty .Values.attach.tlsSecret)) }}
-{{- end }}
-
 {{/* Refuses values of which some mean draft pools alone and some do not. */}}
 {{- define "outrider.check" -}}
 {{- $attach := .Values.attach }}
-{{- if and $attach.tlsSecret (or .Values.tls.enabled (not $attach.enabled)) }}
+{{- if and $attach.tlsSecret (or (eq (toString .Values.tls.enabled) "true") (not $attach.enabled)) }}
 {{- fail "attach.tlsSecret is for attach.enabled without tls.enabled" }}
 {{- end }}
 {{- if gt (int $attach.hintPorts.first) (int $attach.hintPorts.last) }}{{ fail "attach.hintPorts: first is above last" }}{{ end }}

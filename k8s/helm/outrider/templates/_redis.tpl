@@ -59,8 +59,7 @@ spec:
         items:
           - {key: users.conf, path: users.conf}
     {{- if .isEncrypted }}
-    - name: tls
-      secret: {secretName: {{ include "outrider.fullname" .root }}-redis-tls, defaultMode: 0440}
+    {{- include "outrider.tls.volume" (dict "root" .root "role" "redis") | nindent 4 }}
     {{- end }}
     {{- if eq .component "redis" }}
     - name: data

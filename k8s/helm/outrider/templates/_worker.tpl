@@ -254,7 +254,6 @@ spec:
           - {key: url-{{ $role }}, path: url}
     {{- end }}
     {{- if $hasTls }}
-    - name: tls
-      secret: {secretName: {{ include "outrider.tls.secret" (dict "root" $root "role" $role) }}, defaultMode: 0440}
+    {{- include "outrider.tls.volume" (dict "root" $root "role" $role) | nindent 4 }}
     {{- end }}
 {{- end }}

@@ -45,7 +45,7 @@ def certificates(
     """Make or renew the certificates of all parts.
 
     Running parts load new certificates within seconds, without a restart: let a timer run this command. On Kubernetes
-    cert-manager does it (the chart's tls.enabled). ca.key can sign a certificate for anyone: keep it off the machines
+    the Helm chart does it. ca.key can sign a certificate for anyone: keep it off the machines
     that serve, and copy only its own folder to each part.
 
     The certificates in `target` and `draft` are valid for workers of any id. Whoever steals one can register as many

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,14 @@ class Created:
     async def get(self, *_: object) -> Created:
         return self
 
+    async def now_s(self) -> float:
+        return 1e9
+
+
+def room_for(num_sequences: int) -> nullcontext[None]:
+    """There is room for every line."""
+    return nullcontext()
+
 
 async def test_a_batch_line_reaches_no_other(clusters: ClusterFactory, fleet: Fleet) -> None:
     """The key that created the batch decides, not the one that runs its lines, of which there is none."""
@@ -156,14 +164,14 @@ async def test_a_batch_line_reaches_no_other(clusters: ClusterFactory, fleet: Fl
             batch = Batch.from_fields(created.fields)
             body = json.dumps({"model": "maxi", "prompt": "import", **PLAIN}).encode()
             if may_ask:
-                assert (await lines.run(batch, "/v1/completions", body, "r")).status == 200
+                assert (await lines.run(batch, "/v1/completions", body, "r", room_for)).status == 200
                 assert "models" not in created.fields["about"], "replicas of an older release read it, too"
                 continue
             with pytest.raises(ModelNotFound) as refusal:
-                await lines.run(batch, "/v1/completions", body, "r")
+                await lines.run(batch, "/v1/completions", body, "r", room_for)
             assert lines.failure(refusal.value, "r").status == 404
             own = body.replace(b"maxi", b"small")
-            assert (await lines.run(batch, "/v1/completions", own, "r")).status == 200
+            assert (await lines.run(batch, "/v1/completions", own, "r", room_for)).status == 200
 
 
 async def test_a_stored_response_of_another_model_is_as_one_that_is_not_kept(

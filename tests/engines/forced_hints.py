@@ -49,7 +49,7 @@ class ForcedLink:
         self._vocab_size = settings["vocab_size"]
         self._token_ids: dict[int, list[int]] = {}
         self._frame = hints_pb2.HintFrame()
-        self.is_open = False
+        self.is_open = self.is_busy = False
         self.num_starts = 1
 
     def open(self, now: float) -> bool:

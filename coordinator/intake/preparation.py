@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import random
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from coordinator.formats.answer_parts import AnswerRules
 from coordinator.formats.output_format import PROMPT_END_TOKENS, AnswerPlan
@@ -31,6 +31,7 @@ from coordinator.settings import CoordinatorSettings
 from outrider.errors import InvalidRequest
 from outrider.registry.worker_record import WorkerRecord
 from outrider.sampling_params import GrammarSpec, SamplingParams, SpeculationSettings
+from outrider.text.message_forms import text_of
 from outrider.text.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class RequestPreparation:
             return None
         if request.messages is not None:  # as in vLLM, the part of the answer that the client wrote
             last = request.messages[-1]
-            return str(last["content"]) if last["role"] == "assistant" else ""
+            return text_of(last["content"]) if last["role"] == "assistant" else ""
         if request.text is not None and request.truncate_prompt_tokens is None:
             return request.text
         return await self.decode(prompt_token_ids, tokenizer, skip_special_tokens=request.skip_special_tokens)
@@ -221,9 +222,10 @@ def _has_special_marks(plan: AnswerPlan | None, tokenizer: Tokenizer) -> bool:
 
 def _rendered(request: GenerationInput, tokenizer: Tokenizer) -> str:
     messages = request.messages or ()
-    text = tokenizer.render_chat(messages, **request.chat_template_kwargs)
+    variables = dict(request.chat_template_kwargs)
     if request.continue_final_message:
-        text = _cut_after_final_message(text, messages[-1])
+        variables["continue_final_message"] = True
+    text = tokenizer.render_chat(messages, **variables)
     _check_text(text, "messages")
     return text
 
@@ -256,19 +258,7 @@ def _is_short_chat(request: GenerationInput) -> bool:
         return False
     if any("tool_calls" in message for message in messages):
         return False
-    return sum(len(message["content"]) for message in messages) <= LONG_TEXT_CHARS
-
-
-def _cut_after_final_message(text: str, message: Mapping[str, Any]) -> str:
-    """Removes what the chat template wrote after the last message's content. Raises InvalidRequest."""
-    content = str(message["content"]).rstrip()
-    start = text.rfind(content)
-    if not content or start < 0:
-        raise InvalidRequest(
-            "continue_final_message",
-            "continue_final_message: the last message has no content to continue, or the chat template changes it",
-        )
-    return text[: start + len(content)]
+    return sum(len(text_of(message["content"])) for message in messages) <= LONG_TEXT_CHARS
 
 
 def _check_text(text: str, parameter: str, what: str = "the prompt") -> None:

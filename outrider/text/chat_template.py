@@ -36,6 +36,8 @@ _WRONG_FORM_ERRORS: Final = (TypeError, jinja2.UndefinedError)
 """What a template raises for a value of another type than it expects. What it refuses deliberately is a
 `jinja2.TemplateError`."""
 
+_REFUSAL_CHARS_MAX: Final = 1000
+"""Of a template's message: it may hold the whole conversation."""
 _VARIABLES: Final = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Arguments of transformers that are variables of every template, or decide about the prompt's end."""
 
@@ -118,9 +120,10 @@ class ChatTemplates:
                     refusal = refusal or error
         except _TEMPLATE_ERRORS as error:
             refusal = refusal or error
-        if "continue_final_message" in str(refusal):  # transformers' own message
-            raise InvalidRequest("continue_final_message", str(refusal)) from refusal
-        raise InvalidRequest("messages", f"the model's chat template refused the messages: {refusal}") from refusal
+        message = str(refusal)[:_REFUSAL_CHARS_MAX]
+        if message.startswith("continue_final_message"):  # transformers' own
+            raise InvalidRequest("continue_final_message", message) from refusal
+        raise InvalidRequest("messages", f"the model's chat template refused the messages: {message}") from refusal
 
     def _rendered(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -33,11 +33,11 @@ _TEMPLATE_ERRORS: Final = (
     ValueError,
 )  # fmt: skip
 _WRONG_FORM_ERRORS: Final = (TypeError, jinja2.UndefinedError)
-"""What a template raises for a value of another type than it expects. What it refuses deliberately is a
-`jinja2.TemplateError`."""
+"""Templates raise these for a value of another type than they expect, and a `jinja2.TemplateError` for what they refuse
+deliberately."""
 
 _REFUSAL_CHARS_MAX: Final = 1000
-"""Of a template's message: it may hold the whole conversation."""
+"""A template's message may hold the whole conversation."""
 _VARIABLES: Final = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Arguments of transformers that are variables of every template, or decide about the prompt's end."""
 
@@ -45,7 +45,7 @@ _VARIABLES: Final = frozenset({"tools", "documents", "add_generation_prompt", "c
 def read_folder(model_dir: Path) -> PreTrainedTokenizerFast:
     """Reads a folder's tokenizer, special tokens and chat templates. Raises ConfigurationError.
 
-    Runs no code of the folder, and opens nothing outside of it.
+    The class is always the one for any `tokenizer.json`, whatever class the folder names. No code of the folder runs.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -76,7 +76,7 @@ class ChatTemplates:
         own = given or folder.chat_template
         self.is_own = bool(own)
         """False: the model has no template, and messages are joined by newlines."""
-        self._templates: dict[str, str] | str = own or PLAIN_CHAT_TEMPLATE
+        self._templates: Any = own or PLAIN_CHAT_TEMPLATE  # a text, or texts by name; from a file that may be wrong
         self._given = None if isinstance(self._templates, dict) else self._templates
 
     @cached_property
@@ -135,7 +135,7 @@ class ChatTemplates:
 
     @cached_property
     def _traits(self) -> dict[str, TemplateTraits]:
-        """What each template expects, found by rendering small conversations."""
+        """Finds what each template expects, by rendering small conversations."""
         named = self._templates
         found = {}
         for template in named.values() if isinstance(named, dict) else [named]:

@@ -37,7 +37,7 @@ _WORDS: Final = ("probefirst", "probesecond")
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a chat template expects of messages."""
+    """Says what a chat template expects of messages."""
 
     takes_argument_text: bool = False  # of calls: JSON, rather than the object that it stands for
     takes_parts: bool = False  # of a content of several parts: these parts, rather than their text

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from outrider.errors import InvalidRequest
+from outrider.errors import ConfigurationError, InvalidRequest
 from outrider.text.tokenizer import Tokenizer
 from tests.coordinator.tiny_model import write_model_dir
 from tests.outrider.prompts.conversations import CONVERSATIONS, TOOLS, VARIABLES, Conversation
@@ -165,7 +165,10 @@ def test_arguments_have_the_form_that_the_template_expects(model: Path, tmp_path
     tokenizer = template(model, tmp_path, TEMPLATES[name])
     for arguments in (ARGUMENTS, json.loads(ARGUMENTS)):  # clients may send either
         call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        messages: Conversation = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
         assert shown in tokenizer.render_chat(messages)
 
 
@@ -227,3 +230,65 @@ def test_the_template_for_tools_is_used_with_tools(model: Path, tmp_path: Path) 
     assert tokenizer.render_chat(messages) == "Dx"
     assert tokenizer.render_chat(messages, tools=TOOLS).startswith('T[{"type": "function"')
     assert tokenizer.template_reads("tools")
+
+
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", "LlamaTokenizer", "CohereTokenizer"])
+def test_folders_of_other_classes_are_read_alike(model: Path, tmp_path: Path, name: str) -> None:
+    """`AutoTokenizer` takes the class that wrote the folder, which makes its tokenizer anew."""
+    import transformers
+
+    description = json.loads((model / "tokenizer.json").read_text())["model"]
+    merges = [tuple(merge) for merge in description["merges"]]
+    made = getattr(transformers, name)(vocab=description["vocab"], merges=merges, chat_template=TEMPLATES["chatml"])
+    made.save_pretrained(tmp_path / "model")
+    reference, tokenizer = loaded(tmp_path / "model")
+    assert type(reference).__name__ == name
+    for conversation in CONVERSATIONS.values():
+        check("chatml", reference, tokenizer, conversation, {})
+    for text in ("Hello  there", " a b", "é\n\n1234 don't"):
+        assert tokenizer.encode(text) == reference.encode(text)
+    assert reference.eos_token_id in tokenizer.eos_token_ids
+
+
+def test_a_hostile_folder_runs_no_code_and_reads_no_other_file(model: Path, tmp_path: Path) -> None:
+    ran, secret = tmp_path / "ran", tmp_path / "secret"
+    secret.write_text("{}")
+    code = f"open({str(ran)!r}, 'w').close()\nclass Evil: ..."
+    config = {
+        "tokenizer_class": "Evil",
+        "auto_map": {"AutoTokenizer": ["tokenization_evil.Evil", "tokenization_evil.Evil"]},
+        "trust_remote_code": True,
+        "tokenizer_file": str(secret),
+        "vocab_file": str(secret),
+        "gguf_file": str(secret),
+        "chat_template": "{{ messages[0].content }}",
+    }
+    files = {"tokenizer_config.json": config, "tokenization_evil.py": code, "__init__.py": code}
+    tokenizer = Tokenizer(write_folder(model, tmp_path / "model", files))
+    assert tokenizer.render_chat([{"role": "user", "content": "Hello"}]) == "Hello"
+    assert tokenizer.encode("Hello") == Tokenizer(model).encode("Hello")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": 5},
+        {"chat_template": [{"name": "default"}]},
+        {"chat_template": [{"name": "default", "template": ["x"]}]},
+        {"eos_token": 5},
+        {"extra_special_tokens": "x"},
+        {"added_tokens_decoder": {"x": {}}},
+        {"padding_side": "up"},
+        {"tokenizer_object": "x"},
+        {"extra_special_tokens": {"chat_template": "x", "add_generation_prompt": "y"}},
+    ],
+    ids=str,
+)
+def test_a_damaged_configuration_is_an_error_that_says_so(model: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+    """When the folder is loaded, or for each request that needs what is damaged."""
+    folder = write_folder(model, tmp_path / "model", {"tokenizer_config.json": config})
+    with contextlib.suppress(ConfigurationError, InvalidRequest):
+        tokenizer = Tokenizer(folder)
+        tokenizer.study_templates()
+        tokenizer.render_chat([{"role": "user", "content": "Hello"}])

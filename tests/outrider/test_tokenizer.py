@@ -163,13 +163,14 @@ class TestTokenizer:
         assert model.token_bytes(400) == b"\xe4"
         assert model.token_bytes(401) == b" word"
 
-    def test_eos_ids_come_from_the_generation_config_first(self, tmp_path: Path) -> None:
+    def test_the_end_tokens_of_the_model_and_of_the_tokenizer_are_united(self, tmp_path: Path) -> None:
+        """As in vLLM: a chat model may name its turn's end in either place."""
         directory = write_model_dir(tmp_path)
         assert Tokenizer(directory).eos_token_ids == {0}
         (directory / "config.json").write_text('{"eos_token_id": 3}')
-        assert Tokenizer(directory).eos_token_ids == {3}
+        assert Tokenizer(directory).eos_token_ids == {0, 3}
         (directory / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
-        assert Tokenizer(directory).eos_token_ids == {4, 5}
+        assert Tokenizer(directory).eos_token_ids == {0, 4, 5}
 
     def test_a_model_without_template_joins_the_messages(self, tokenizer: Tokenizer) -> None:
         assert not tokenizer.has_chat_template
@@ -180,11 +181,6 @@ class TestTokenizer:
         template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}{{ mood }}"
         model = Tokenizer(write_model_dir(tmp_path, chat_template=template))
         assert model.render_chat([{"role": "user", "content": "hi"}], mood="!") == "user:hi<|end|>!"
-
-    def test_keywords_of_any_name_do_no_harm(self, tmp_path: Path) -> None:
-        model = Tokenizer(write_model_dir(tmp_path, chat_template="{{ messages[0].content }}"))
-        keywords: dict[str, Any] = {"messages": [], "self": 1}
-        assert model.render_chat([{"role": "user", "content": "hi"}], **keywords) == "hi"
 
     def test_a_template_may_refuse_the_messages(self, tmp_path: Path) -> None:
         model = Tokenizer(write_model_dir(tmp_path, chat_template="{{ raise_exception('no system role') }}"))

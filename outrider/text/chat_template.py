@@ -119,7 +119,7 @@ class ChatTemplates:
                 except _WRONG_FORM_ERRORS as error:
                     refusal = refusal or error
         except _TEMPLATE_ERRORS as error:
-            refusal = refusal or error
+            refusal = error
         message = str(refusal)[:_REFUSAL_CHARS_MAX]
         if message.startswith("continue_final_message"):  # transformers' own
             raise InvalidRequest("continue_final_message", message) from refusal

@@ -1,7 +1,7 @@
 """The forms in which chat templates expect messages. Pure.
 
 OpenAI's format leaves three things open. Templates expect the arguments of a call as an object or as JSON text; a
-content of parts as these parts or as text; and a content of null left out, as null, or as an empty text. transformers
+content of parts as these parts or as text; and a content of null left out, as an empty text, or as null. transformers
 hands on what it is given, except that it leaves out null. So what a template takes is found out by rendering: once for
 each template with small conversations (`find_traits`), and for a conversation by taking the first form that does not
 fail. The first form is the one that transformers documents.
@@ -32,6 +32,7 @@ _TOOL: Final = {
         "parameters": {"type": "object", "properties": {"probekey": {"type": "string", "description": "A text."}}},
     },
 }
+_CALLED: Final = "probecalled"
 _WORDS: Final = ("probefirst", "probesecond")
 
 
@@ -43,6 +44,7 @@ class TemplateTraits:
     takes_parts: bool = False  # of a content of several parts: these parts, rather than their text
     takes_only_parts: bool = False  # it does not show a content that is a text
     takes_only_short_call_ids: bool = False
+    needs_null_beside_calls: bool = False  # it shows calls only where the content is null
 
 
 class Render(Protocol):
@@ -62,12 +64,17 @@ def find_traits(render: Render) -> TemplateTraits:
         f'"text": "{_WORDS[0]}' not in of_parts
     )
     takes_text, takes_short, takes_long = False, False, False
+    needs_null = False
     for call_id in (_LONG_ID, _SHORT_ID):
         of_object = render(_tool_turn(call_id, _ARGUMENTS), tools=[_TOOL])
         as_json = json.dumps(_ARGUMENTS)
         of_json = render(_tool_turn(call_id, as_json), tools=[_TOOL])
         if of_object is None and of_json is None:
             continue
+        needs_null = not any(_CALLED in (text or "") for text in (of_object, of_json)) and any(
+            _CALLED in (render(_tool_turn(call_id, given, None), tools=[_TOOL]) or "")
+            for given in (_ARGUMENTS, as_json)
+        )
         takes_long, takes_short = takes_long or call_id == _LONG_ID, True
         takes_text = as_json in (of_json or "") and (of_object is None or str(_ARGUMENTS) in of_object)
     return TemplateTraits(
@@ -75,16 +82,17 @@ def find_traits(render: Render) -> TemplateTraits:
         takes_parts=takes_parts,
         takes_only_parts=takes_parts and of_text is not None and _WORDS[0] not in of_text,
         takes_only_short_call_ids=takes_short and not takes_long,
+        needs_null_beside_calls=needs_null,
     )
 
 
-def _tool_turn(call_id: str, arguments: Any) -> list[_Message]:
+def _tool_turn(call_id: str, arguments: Any, content: str | None = "") -> list[_Message]:
     """A conversation in which a function was called and has answered."""
-    call = {"id": call_id, "type": "function", "function": {"name": "probename", "arguments": arguments}}
+    call = {"id": call_id, "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
     return [
         {"role": "user", "content": "Hello."},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "probename", "tool_call_id": call_id, "content": "Done."},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": "Done."},
     ]
 
 
@@ -96,7 +104,9 @@ def forms_of(messages: Sequence[_Message], traits: TemplateTraits) -> Iterator[l
     preferred = traits.takes_argument_text
     has_calls = any(message.get("tool_calls") for message in messages)
     has_null = any(message.get("content") is None for message in messages)
-    nulls: Sequence[Mapping[str, Any]] = [{}, {"content": None}, {"content": ""}]
+    nulls: list[Mapping[str, Any]] = [{}, {"content": ""}, {"content": None}]
+    if traits.needs_null_beside_calls:
+        nulls[1:] = nulls[:0:-1]
     for null, as_text in itertools.product(
         nulls if has_null else nulls[:1], [preferred, not preferred] if has_calls else [preferred]
     ):

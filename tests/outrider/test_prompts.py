@@ -28,8 +28,7 @@ READ_ARGUMENT_TEXT = {
 }
 """Templates that show arguments in this form alone, or print an object as Python does."""
 NULL_ALONE = "calls only where content is null"
-SHOW_NULL = {NULL_ALONE, "tojson of text"}
-"""Templates that need a null, which transformers leaves out: it renders no form of a conversation in which it shows."""
+"""The template needs a null, which transformers leaves out: no form of a conversation that it renders shows the call."""
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +107,7 @@ def test_a_template_is_rendered_as_by_transformers(model: Path, tmp_path: Path, 
     files = {"tokenizer_config.json": config, "tokenizer.json": ["<|im_start|>", "<|im_end|>", "<|extra|>"]}
     reference, tokenizer = loaded(write_folder(model, tmp_path / "model", files))
     for conversation, variables in itertools.product(CONVERSATIONS.values(), VARIABLES.values()):
-        if name in SHOW_NULL and any(message["content"] is None for message in conversation):
+        if name == NULL_ALONE and any(message["content"] is None for message in conversation):
             continue
         check(name, reference, tokenizer, conversation, variables)
 

@@ -28,7 +28,7 @@ READ_ARGUMENT_TEXT = {
 }
 """Templates that show arguments in this form alone, or print an object as Python does."""
 NULL_ALONE = "calls only where content is null"
-"""The template needs a null, which transformers leaves out: no form of a conversation that it renders shows the call."""
+"""Needs a null, which transformers leaves out: no form of a conversation that transformers renders shows the call."""
 
 
 @pytest.fixture(scope="module")

@@ -118,10 +118,11 @@ def _formed(message: _Message, traits: TemplateTraits, null: Mapping[str, Any], 
     content = message.get("content")
     if content is None:
         formed |= null
-    elif isinstance(content, str):
+        content = null.get("content")
+    if isinstance(content, str):
         if traits.takes_only_parts:
             formed["content"] = [{"type": "text", "text": content}]
-    elif not traits.takes_parts:
+    elif content is not None and not traits.takes_parts:
         formed["content"] = text_of(content)
     if calls := message.get("tool_calls"):
         formed["tool_calls"] = [_formed_call(call, as_text=as_text) for call in calls]

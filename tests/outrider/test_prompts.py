@@ -20,7 +20,7 @@ from tests.outrider.prompts.folders import FOLDERS, write_folder
 from tests.outrider.prompts.templates import TEMPLATES
 
 WRONG_FORM = (TypeError, jinja2.UndefinedError)
-READ_ONLY_PARTS = {"parts alone", "parts by filter"}
+READ_ONLY_PARTS = {"parts alone", "parts by index", "parts by filter"}
 READ_PARTS = {"parts of text", "parts in a macro", *READ_ONLY_PARTS}
 READ_ARGUMENT_TEXT = {
     *("arguments joined as text", "arguments joined with a tilde", "arguments printed", "arguments must be text"),

@@ -136,6 +136,8 @@ TEMPLATES: Final[dict[str, str]] = {
     "{% if p.type == 'text' %}{{ p.text }}|{% endif %}{% endfor %}{% endif %}{% endfor %}",
     "parts alone": "{% for m in messages %}{{ m.role }}:{% for p in m['content'] %}{{ p['text'] }}{% endfor %}"
     "{% endfor %}",
+    "parts by index": "{% for m in messages %}{{ m.role }}{% if m['content'][0]['type'] == 'image' %}:{% endif %}"
+    "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}",
     "parts by filter": "{% for m in messages %}{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}"
     "{{ p['text'] }}{% endfor %}{% endfor %}",
     "parts in a macro": "{% macro show(content) %}{% if content is string %}{{ content }}"

@@ -286,7 +286,7 @@ def test_ray_stays_in_the_coordinator_and_in_what_ray_data_runs() -> None:
 
 
 def test_torch_stays_out_of_the_coordinator() -> None:
-    heavy = {"torch", "transformers", "safetensors"}
+    heavy = {"torch", "transformers", "safetensors"}  # transformers is imported by `outrider.text.chat_template` alone
     assert not [name_of(path) for path in modules("coordinator") if imports(path) & heavy]
 
 

@@ -27,7 +27,8 @@ from outrider.engine.loading.machine import GIB, available_memory
 from outrider.engine.options import Dtype, Quantization
 from outrider.errors import ConfigurationError, TokenizerMismatch
 from outrider.security.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
-from outrider.text.tokenizer import compile_chat_template, fingerprint
+from outrider.text import chat_template
+from outrider.text.tokenizer import fingerprint
 from outrider.text.vocabulary_map import has_same_base
 from target_worker.limits import EngineName
 
@@ -155,7 +156,7 @@ def _weight_files(folder: Path, flag: str) -> list[str]:
 def check_chat_template(path: Path) -> None:
     """A file that can be read, with a template that can be compiled."""
     try:
-        compile_chat_template(path.read_text(encoding="utf-8"), f"--chat-template {path}")
+        chat_template.check_chat_template(path.read_text(encoding="utf-8"), f"--chat-template {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--chat-template {path}: {getattr(error, 'strerror', None) or error}") from error
 

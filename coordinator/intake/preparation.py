@@ -32,6 +32,7 @@ from coordinator.settings import CoordinatorSettings
 from outrider.errors import InvalidRequest
 from outrider.registry.worker_record import WorkerRecord
 from outrider.sampling_params import DecodingMode, GrammarSpec, SamplingParams, SpeculationSettings
+from outrider.text.message_forms import text_of
 from outrider.text.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class RequestPreparation:
             return None
         if request.messages is not None:  # as in vLLM, the part of the answer that the client wrote
             last = request.messages[-1]
-            return str(last["content"]) if last["role"] == "assistant" else ""
+            return text_of(last["content"]) if last["role"] == "assistant" else ""
         if request.text is not None and request.truncate_prompt_tokens is None:
             return request.text
         return await self.decode(prompt_token_ids, tokenizer, skip_special_tokens=request.skip_special_tokens)
@@ -251,22 +252,23 @@ def _has_special_marks(plan: AnswerPlan | None, tokenizer: Tokenizer) -> bool:
 
 def _rendered(request: GenerationInput, tokenizer: Tokenizer) -> str:
     messages = request.messages or ()
+    variables = dict(request.chat_template_kwargs)
+    if request.continue_final_message:
+        variables["continue_final_message"] = True
     try:
-        text = tokenizer.render_chat(messages, **request.chat_template_kwargs)
+        text = tokenizer.render_chat(messages, **variables)
     except InvalidRequest:
         merged = _with_one_system_message(messages)
         if not request.merges_system or merged == list(messages):
             raise
-        text = tokenizer.render_chat(merged, **request.chat_template_kwargs)
-    if request.continue_final_message:
-        text = _cut_after_final_message(text, messages[-1])
+        text = tokenizer.render_chat(merged, **variables)
     _check_text(text, "messages")
     return text
 
 
 def _with_one_system_message(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages with all that the system says at the beginning."""
-    said = [message["content"] for message in messages if message["role"] == "system"]
+    said = [text_of(message["content"]) for message in messages if message["role"] == "system"]
     first = [{"role": "system", "content": "\n\n".join(said)}] if said else []
     return [*first, *(message for message in messages if message["role"] != "system")]
 
@@ -299,19 +301,7 @@ def _is_short_chat(request: GenerationInput) -> bool:
         return False
     if any("tool_calls" in message for message in messages):
         return False
-    return sum(len(message["content"]) for message in messages) <= LONG_TEXT_CHARS
-
-
-def _cut_after_final_message(text: str, message: Mapping[str, Any]) -> str:
-    """Removes what the chat template wrote after the last message's content. Raises InvalidRequest."""
-    content = str(message["content"]).rstrip()
-    start = text.rfind(content)
-    if not content or start < 0:
-        raise InvalidRequest(
-            "continue_final_message",
-            "continue_final_message: the last message has no content to continue, or the chat template changes it",
-        )
-    return text[: start + len(content)]
+    return sum(len(text_of(message["content"])) for message in messages) <= LONG_TEXT_CHARS
 
 
 def _check_text(text: str, parameter: str, what: str = "the prompt") -> None:

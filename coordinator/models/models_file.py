@@ -42,7 +42,8 @@ _FILE_BYTES_MAX: Final = 1 << 20
 _TEMPLATE_BYTES_MAX: Final = 1 << 20
 # What a tokenizer is read from.
 _TOKENIZER_FILES: Final = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "additional_chat_templates", "additional_chat_templates/tool_use.jinja", "generation_config.json", "config.json",
 )  # fmt: skip
 
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -193,6 +194,7 @@ def new_model(
     tokenizer = Tokenizer(tokenizer_dir, chat_template)
     if not tokenizer.has_chat_template:
         _log.warning("%s has no chat template; messages are joined by newlines", tokenizer_dir)
+    tokenizer.study_templates()
     output_format = choose_format(tokenizer.chat_template, calls, reasoning)
     _log.info("formats of the output of %s: %s", tokenizer_dir, output_format.description)
     return ServedModel(tokenizer, output_format, **others)

@@ -35,6 +35,7 @@ from outrider.engine.rank_messages import decode_pairs, decode_step, encode_pair
 from outrider.engine.ranks.rank_group import RankGroup, RankMessage
 from outrider.engine.sequence_chunk import SequenceChunk as SequenceChunk
 from outrider.engine.threads import threads
+from outrider.text.tokenizer import tokenizer_eos_token_ids
 from outrider.text.vocabulary_map import VocabularyMap
 
 NO_MASK_TOKEN = -1
@@ -84,7 +85,7 @@ class Engine:
         self.num_parameters = num_parameters
         self.numerics = ""
         """The line that identifies the engine's arithmetic (`numerics`); the loader sets it."""
-        self.eos_token_ids = _eos_token_ids(model)
+        self.eos_token_ids = _eos_token_ids(model) | tokenizer_eos_token_ids(config.model)
         self.can_share_cores = False
         """Whether steps may have different numbers of threads; the loader sets it."""
         self.mask_token_id = NO_MASK_TOKEN

@@ -13,6 +13,7 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from outrider.errors import ConfigurationError
+from outrider.text.added_tokens import tokens_beside
 
 
 def load_tokenizer(tokenizer_json: Path) -> tuple[LLTokenizer, int]:
@@ -23,6 +24,7 @@ def load_tokenizer(tokenizer_json: Path) -> tuple[LLTokenizer, int]:
     """
     try:
         description = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+        description["added_tokens"] += tokens_beside(tokenizer_json.parent, description)
         end_id = _make_control_tokens_impossible(description)
         tokenizer = LLTokenizer(json.dumps(description), eos_token=end_id)
     except (KeyboardInterrupt, SystemExit):

@@ -1,7 +1,8 @@
 """Conversion of text to token ids and back, and the identity of a vocabulary; never imports torch.
 
-`transformers.AutoTokenizer` imports torch (checked with 5.23), which would cost every coordinator replica some 300 MB,
-so this wraps the `tokenizers` library that transformers itself uses, plus the chat template.
+`transformers.AutoTokenizer` imports torch (checked with 5.23), which would cost every coordinator replica some 300 MB.
+The class below it does not. It reads a folder's files (`outrider.text.chat_template`), so that tokens that stand beside
+`tokenizer.json` are known as well, and this wraps the object of the `tokenizers` library that it makes of them.
 
 Invariant: two model folders have the same `fingerprint` exactly when the same token id means the same piece of text in
 both, so that a hint from one can be compared with a token of the other.
@@ -13,19 +14,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
-from outrider.errors import ConfigurationError, InvalidRequest
+from outrider.errors import ConfigurationError
+from outrider.text.chat_template import ChatTemplates, read_folder
 
 LONG_TEXT_CHARS: Final = 8192
 """Length in characters above which a text must not be tokenized on an event loop."""
@@ -34,16 +30,6 @@ LONG_TEXT_TOKENS: Final = 4096
 TOKENS_KEPT: Final = 1 << 15
 """Tokens whose bytes are cached, in up to 6 MiB: a lookup takes 5 µs, and an answer with log probabilities needs dozens
 per step."""
-
-# For a model without a chat format: the contents of the messages, one after another.
-PLAIN_CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-
-# Errors of a template with variables chosen by the client: `range(x)` too long, text times a large number, a
-# conversation nested too deeply for JSON.
-_TEMPLATE_ERRORS: Final = (
-    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
-    ValueError,
-)  # fmt: skip
 
 # Offsets are bookkeeping for the caller and dropout belongs to training; neither changes which text an id means.
 _ADDED_TOKEN_KEYS: Final = ("id", "content", "special", "lstrip", "rstrip", "single_word", "normalized")
@@ -112,24 +98,32 @@ class Tokenizer:
         """
         self.model_dir = model_dir
         self.fingerprint = fingerprint(model_dir)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-        except Exception as error:  # the Rust side raises bare Exception for every kind of bad file
-            raise ConfigurationError(f"cannot load {model_dir / 'tokenizer.json'}: {error}") from error
+        folder = read_folder(model_dir)
+        self._tokenizer: tokenizers.Tokenizer = folder.backend_tokenizer
+        self._own_eos_id: int | None = folder.eos_token_id
         self._known_bytes = lru_cache(TOKENS_KEPT)(self._find_bytes)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._config = read_json(model_dir / "tokenizer_config.json", optional=True)
-        own_template = chat_template or self._find_chat_template()
-        self.has_chat_template = own_template is not None
-        self._chat_template = own_template or PLAIN_CHAT_TEMPLATE
-        if chat_template:
-            compile_chat_template(chat_template, "the given chat template")
+        self._chat = ChatTemplates(folder, chat_template)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """False: messages are joined by newlines, as for a base model."""
+        return self._chat.is_own
 
     @property
     def chat_template(self) -> str:
-        """The template of `render_chat`, in Jinja."""
-        return self._chat_template
+        """The templates of `render_chat`, in Jinja: one, or the texts of several."""
+        return self._chat.text
+
+    def study_templates(self) -> None:
+        """Compiles the chat templates and finds out what they expect, before the first request: takes milliseconds."""
+        self._chat.study()
+
+    @property
+    def takes_only_short_call_ids(self) -> bool:
+        """Whether the chat template refuses ids of tool calls that are not nine letters and digits."""
+        return self._chat.takes_only_short_call_ids
 
     @property
     def vocab_size(self) -> int:
@@ -143,14 +137,9 @@ class Tokenizer:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """End-of-sequence ids from `generation_config.json`, else `config.json`, else the tokenizer. Empty when none is
-        named."""
-        for name in ("generation_config.json", "config.json"):
-            value = read_json(self.model_dir / name, optional=True).get("eos_token_id")
-            if value is not None:
-                return frozenset(value if isinstance(value, list) else [value])
-        token_id = self._tokenizer.token_to_id(self._special_tokens().get("eos_token", ""))
-        return frozenset() if token_id is None else frozenset([token_id])
+        """End-of-sequence ids: the model's (`model_eos_token_ids`) and the tokenizer's. Empty when none is named."""
+        own = frozenset() if self._own_eos_id is None else frozenset([self._own_eos_id])
+        return own | model_eos_token_ids(self.model_dir)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with special tokens where the model's post-processor puts them.
@@ -227,46 +216,32 @@ class Tokenizer:
         description = {} if decoder is None else json.loads(decoder.__getstate__())
         return frozenset(part.get("type", "") for part in description.get("decoders") or [description])
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **kwargs: Any) -> str:
-        """Renders a conversation in the model's chat format, ready for its answer.
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+        """Renders a conversation in the model's chat format, ready for its answer (`ChatTemplates.render`).
 
-        Encode it with `add_special_tokens=False`: the template writes them itself. `kwargs` are passed to the template.
-        Raises InvalidRequest("messages") when the template refuses the conversation.
+        Encode it with `add_special_tokens=False`: the template writes them itself. `variables` are passed to the
+        template. Raises InvalidRequest if the template refuses the conversation.
         """
-        variables: dict[str, Any] = {
-            "add_generation_prompt": True, **self._special_tokens(), **kwargs, "messages": list(messages),
-        }  # fmt: skip
-        try:
-            return self._compiled_chat_template.render(variables)
-        except _TEMPLATE_ERRORS as error:
-            raise InvalidRequest("messages", f"the model's chat template refused the messages: {error}") from error
+        return self._chat.render(messages, variables)
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template uses a variable of this name, so that it can change the prompt."""
-        return name in self._chat_template
+        return name in self.chat_template
 
-    @cached_property
-    def _compiled_chat_template(self) -> jinja2.Template:
-        return compile_chat_template(self._chat_template, f"the chat template of {self.model_dir}")
 
-    def _find_chat_template(self) -> str | None:
-        path = self.model_dir / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        template = self._config.get("chat_template")
-        if isinstance(template, list):  # several named ones
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        return None if template is None else str(template)
+def model_eos_token_ids(model_dir: Path) -> frozenset[int]:
+    """End-of-sequence ids that a model's configuration names: `generation_config.json`, else `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(model_dir / name, optional=True).get("eos_token_id")
+        if value is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    return frozenset()
 
-    def _special_tokens(self) -> dict[str, str]:
-        """`bos_token` and the like by name. Files hold either the text or a description with `content`."""
-        found = {}
-        extra = self._config.get("extra_special_tokens")
-        for name, value in [*self._config.items(), *(extra.items() if isinstance(extra, dict) else ())]:
-            text = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(text, str):
-                found[name] = text
-        return found
+
+def tokenizer_eos_token_ids(model_dir: Path) -> frozenset[int]:
+    """The end-of-sequence id that a folder's tokenizer names; empty if it names none or there is no tokenizer."""
+    eos_id = read_folder(model_dir).eos_token_id if (model_dir / "tokenizer.json").is_file() else None
+    return frozenset() if eos_id is None else frozenset([eos_id])
 
 
 def _bytes_by_character() -> dict[str, int]:
@@ -279,39 +254,6 @@ def _bytes_by_character() -> dict[str, int]:
 
 _BYTES_BY_CHARACTER: Final = _bytes_by_character()
 _BYTE_PIECE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
-
-
-def compile_chat_template(template: str, what: str) -> jinja2.Template:
-    """The template with what transformers gives to chat templates. Raises ConfigurationError."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_template_error
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise ConfigurationError(f"{what} is not valid: {error}") from error
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """Ignores `{% generation %}…{% endgeneration %}`, which marks the assistant's messages for training."""
-
-    tags = {"generation"}  # noqa: RUF012  declared so by jinja2
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes for HTML, which models do not expect.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _raise_template_error(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:

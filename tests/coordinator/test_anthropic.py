@@ -110,18 +110,21 @@ class TestConversations:
         call = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
         assert read_messages(read_conversation([InputMessage.model_validate(each) for each in messages])) == [
             {"role": "user", "content": "a\nb"},
-            {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": [call]},
+            {
+                "role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "thinking": "",
+                "tool_calls": [call],
+            },
             {"role": "user", "content": "Here:"},
             {"role": "tool", "content": "sunny", "tool_call_id": "t1"},
             {"role": "tool", "content": "", "tool_call_id": "t2"},
             {"role": "user", "content": "So?"},
-        ]
+        ]  # fmt: skip
 
     async def test_the_output_goes_on_with_a_begun_answer(self, clusters: ClusterFactory) -> None:
         messages = [*HI, {"role": "assistant", "content": "Well, "}]
         async with answering(clusters, "Hello.") as cluster:
             assert (await ask(cluster, messages=messages, system=[{"type": "text", "text": "Be kind."}])).is_success
-        assert prompt_of(cluster) == "Be kind.\nhi\nWell,"
+        assert prompt_of(cluster) == "Be kind.\nhi\nWell, "
 
     async def test_tokens_are_counted_as_they_are_charged(self, clusters: ClusterFactory) -> None:
         async with answering(clusters, "Hello.") as cluster:

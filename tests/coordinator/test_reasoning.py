@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.api.answer.choice_writer import AnswerFormat, ChoiceWriter
-from coordinator.api.schema.chat_messages import ChatMessage
 from coordinator.formats.answer_parts import AnswerRules, ReasoningStart
 from coordinator.formats.output_format import AnswerPlan, choose_format
 from coordinator.intake.generation_request import GenerationInput, GenerationSpec
@@ -216,15 +215,23 @@ async def test_the_channels_of_gpt_oss_are_parts_of_the_answer(tmp_path: Path) -
     assert "<[30" in target.requests[0].sampling.grammar.lark, "marks are generated as tokens"
 
 
-@pytest.mark.parametrize(("content", "has_thinking"), [("Yes.", True), (None, True), ("I look.", False)])
-def test_earlier_reasoning_has_the_name_that_gpt_oss_reads(content: str | None, has_thinking: bool) -> None:
+@pytest.mark.parametrize(("content", "thinking"), [("Yes.", "Let me see."), (None, "Let me see."), ("I look.", "")])
+async def test_earlier_reasoning_has_the_name_that_gpt_oss_reads(
+    clusters: ClusterFactory, content: str | None, thinking: str
+) -> None:
     """Its template refuses a message of thoughts, content and calls."""
     message: dict[str, Any] = {"role": "assistant", "content": content, "reasoning": "Let me see."}
     if content != "Yes.":
         message["tool_calls"] = [{"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]
-    given = ChatMessage.model_validate(message).to_template("messages[0]")
-    assert given["reasoning_content"] == "Let me see."
-    assert given.get("thinking") == ("Let me see." if has_thinking else None)
+    template = (
+        "{% set m = messages[0] %}{% if m.thinking and m.content and m.tool_calls %}{{ raise_exception('both') }}"
+        "{% endif %}{{ m.reasoning_content }}|{{ m.thinking }}|"
+    )
+    async with clusters.open([clusters.target()], settings={"chat_template": template}) as cluster:
+        answer = await cluster.client.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+    prompt = clusters.tokenizer.decode(list(cluster.targets[0].requests[0].token_ids))
+    assert prompt == f"Let me see.|{thinking}|"
 
 
 @pytest.mark.parametrize("name", ["mistral", "hermes"])

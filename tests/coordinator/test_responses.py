@@ -162,16 +162,22 @@ class TestConversations:
             {"role": "developer", "content": [{"type": "input_text", "text": each} for each in "ab"]},
         ]  # fmt: skip
         calls = [
-            {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}},
-            {"id": "c2", "type": "function", "function": {"name": "now", "arguments": {}}},
+            {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+            {"id": "c2", "type": "function", "function": {"name": "now", "arguments": ""}},
         ]
         assert read_messages(read_items([InputItem.model_validate(each) for each in items])) == [
             {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": calls},
+            {
+                "role": "assistant",
+                "content": "Let me see.",
+                "reasoning_content": "Hm.",
+                "thinking": "",
+                "tool_calls": calls,
+            },
             {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
             {"role": "tool", "content": "noon", "tool_call_id": "c2"},
             {"role": "assistant", "content": "Sunny."},
-            {"role": "assistant", "content": "", "reasoning_content": "So.", "thinking": "So."},
+            {"role": "assistant", "content": None, "reasoning_content": "So."},
             {"role": "system", "content": "a\nb"},
         ]
 

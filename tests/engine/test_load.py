@@ -16,6 +16,7 @@ from outrider.engine.model import ModelLoadError, SequenceChunk
 from outrider.engine.options import EngineOptions
 from outrider.errors import ConfigurationError
 from outrider.settings import settings_of
+from outrider.text.tokenizer import Tokenizer
 from tests import models
 from tests.engine.sequences import text
 
@@ -137,10 +138,14 @@ def test_frequencies_that_depend_on_the_longest_sequence_are_refused_or_kept_apa
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
-def test_end_of_sequence_tokens_come_from_the_generation_configuration(tmp_path: Path) -> None:
+def test_the_end_tokens_of_the_model_and_of_the_tokenizer_are_united(tmp_path: Path) -> None:
+    """As in vLLM: the end of a chat model's turn may stand in its tokenizer's configuration alone."""
     directory = models.copy_of("llama", tmp_path / "model")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert load_model(models.engine_config(directory)).eos_token_ids == frozenset({5, 7})
+    assert Tokenizer(directory).eos_token_ids == {0, 5, 7}
+    assert load_model(models.engine_config(directory)).eos_token_ids == {0, 5, 7}
+    (directory / "tokenizer.json").unlink()
+    assert load_model(models.engine_config(directory)).eos_token_ids == {5, 7}
     shutil.rmtree(directory)
 
 

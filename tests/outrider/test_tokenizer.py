@@ -41,8 +41,9 @@ def edited(model_dir: Path, into: Path, edit: Any) -> Path:
 def test_importing_and_using_the_tokenizer_does_not_import_torch(model_dir: Path) -> None:
     program = (
         "import sys, pathlib; from outrider.text.tokenizer import Tokenizer; "
-        f"Tokenizer(pathlib.Path({str(model_dir)!r})).encode('x'); "
-        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+        f"made = Tokenizer(pathlib.Path({str(model_dir)!r})); made.study_templates(); "
+        "made.encode(made.render_chat([{'role': 'user', 'content': 'x'}], tools=[{'type': 'function'}])); "
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -162,13 +163,14 @@ class TestTokenizer:
         assert model.token_bytes(400) == b"\xe4"
         assert model.token_bytes(401) == b" word"
 
-    def test_eos_ids_come_from_the_generation_config_first(self, tmp_path: Path) -> None:
+    def test_the_end_tokens_of_the_model_and_of_the_tokenizer_are_united(self, tmp_path: Path) -> None:
+        """As in vLLM: a chat model may name its turn's end in either place."""
         directory = write_model_dir(tmp_path)
         assert Tokenizer(directory).eos_token_ids == {0}
         (directory / "config.json").write_text('{"eos_token_id": 3}')
-        assert Tokenizer(directory).eos_token_ids == {3}
+        assert Tokenizer(directory).eos_token_ids == {0, 3}
         (directory / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
-        assert Tokenizer(directory).eos_token_ids == {4, 5}
+        assert Tokenizer(directory).eos_token_ids == {0, 4, 5}
 
     def test_a_model_without_template_joins_the_messages(self, tokenizer: Tokenizer) -> None:
         assert not tokenizer.has_chat_template
@@ -179,11 +181,6 @@ class TestTokenizer:
         template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}{{ mood }}"
         model = Tokenizer(write_model_dir(tmp_path, chat_template=template))
         assert model.render_chat([{"role": "user", "content": "hi"}], mood="!") == "user:hi<|end|>!"
-
-    def test_keywords_of_any_name_do_no_harm(self, tmp_path: Path) -> None:
-        model = Tokenizer(write_model_dir(tmp_path, chat_template="{{ messages[0].content }}"))
-        keywords: dict[str, Any] = {"messages": [], "self": 1}
-        assert model.render_chat([{"role": "user", "content": "hi"}], **keywords) == "hi"
 
     def test_a_template_may_refuse_the_messages(self, tmp_path: Path) -> None:
         model = Tokenizer(write_model_dir(tmp_path, chat_template="{{ raise_exception('no system role') }}"))

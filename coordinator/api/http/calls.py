@@ -5,6 +5,8 @@ A new call is a function from a body to `Asked`, and an entry of `CALLS`.
 
 from __future__ import annotations
 
+import secrets
+import string
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +29,10 @@ from coordinator.intake.generation_request import GenerationInput, GenerationSpe
 from coordinator.recovery.journal_entry import Kind
 from coordinator.service.stored_responses import NOTHING_REMEMBERED, RESPONSE_BYTES_MAX, References, Remembered
 from outrider.errors import InvalidRequest
+from outrider.text.message_forms import SHORT_ID_LEN
 from outrider.text.tokenizer import Tokenizer
+
+_ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 NewWriter = Callable[[Sequence[GenerationSpec], bool], AnswerWriter]
 """Makes the writer of an answer to requests that differ in the prompt alone; the last tells whether it is stored."""
@@ -68,6 +73,14 @@ def unread(words: TemplateWords, tokenizer: Tokenizer) -> list[str]:
     return [name for name, variables in words.items() if not any(map(tokenizer.template_reads, variables))]
 
 
+def _call_ids(prefix: str, tokenizer: Tokenizer) -> Callable[[], str]:
+    """Returns what draws ids of tool calls: those of the API, which begin with `prefix`, or, where the chat template
+    would refuse them in the next turn, nine letters and digits."""
+    if tokenizer.takes_only_short_call_ids:
+        return lambda: "".join(secrets.choice(_ID_CHARACTERS) for _ in range(SHORT_ID_LEN))
+    return lambda: f"{prefix}_{uuid.uuid4().hex}"
+
+
 ReadCall = Callable[[bytes, str], Asked | Referring]
 """Reads a body; the string is the request's id if the body has none. Raises InvalidRequest."""
 
@@ -100,7 +113,7 @@ def _read_openai(kind: type[CompletionBody] | type[ChatBody], raw: bytes, reques
             specs[0].served.tokenizer,
             request_id=specs[0].request.request_id if len(specs) == 1 else request_id,
             created_s=int(time.time()),
-            new_call_id=lambda: f"call_{uuid.uuid4().hex}",
+            new_call_id=_call_ids("call", specs[0].served.tokenizer),
         )
 
     return Asked(
@@ -131,7 +144,7 @@ def _asked_response(body: ResponseBody, request_id: str, remembered: Remembered,
             body,
             specs[0].served.tokenizer,
             created_s=int(time.time()),
-            new_call_id=lambda: f"call_{uuid.uuid4().hex}",
+            new_call_id=_call_ids("call", specs[0].served.tokenizer),
             is_kept=is_kept,
         )
 
@@ -144,7 +157,8 @@ def _read_message(raw: bytes, request_id: str) -> Asked:
     body = parse_body(MessageBody, raw)
 
     def new_writer(specs: Sequence[GenerationSpec], is_kept: bool) -> AnswerWriter:
-        return MessageWriter(specs[0], specs[0].served.tokenizer, new_call_id=lambda: f"toolu_{uuid.uuid4().hex}")
+        tokenizer = specs[0].served.tokenizer
+        return MessageWriter(specs[0], tokenizer, new_call_id=_call_ids("toolu", tokenizer))
 
     asked = translated(body, body.translate, request_id)
     return _asked_once(body, asked, bool(body.stream), new_writer)

@@ -14,14 +14,15 @@ from pydantic import Field
 from coordinator.api.schema.body_parts import LenientBody, Listed, described
 from coordinator.api.schema.tool_schema import CalledFunction, ToolCall
 from outrider.errors import InvalidRequest
+from outrider.text.message_forms import PARTS_SEPARATOR as PARTS_SEPARATOR
 
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 _PART_TYPES: Final = (*_TEXT_PARTS, "refusal")
-PARTS_SEPARATOR: Final = "\n"  # as vLLM joins them
 _REASONING: Final = "reasoning_content"
 """The name by which most templates of reasoning models read an earlier answer's reasoning."""
 _THINKING: Final = "thinking"
-"""The name by which gpt-oss's template reads it. It refuses a message that has this, content and calls."""
+"""The name by which gpt-oss's template reads it; transformers fills it in. The template refuses a message that has
+this, content and calls."""
 
 
 class ContentPart(LenientBody):
@@ -51,7 +52,9 @@ class ChatMessage(LenientBody):
         description="who wrote the message"
     )
     content: str | Listed[str | ContentPart] | None = Field(
-        default=None, description="text, or parts of it, which are joined by newlines; may be null for the assistant"
+        default=None,
+        description="text, or parts of it, which are joined by newlines unless the chat template reads parts; may be "
+        "null for the assistant",
     )
     name: str | None = Field(default=None, description="the author's name, for the chat template")
     tool_calls: Listed[ToolCall] | None = Field(default=None, description="role assistant only: calls that it made")
@@ -63,7 +66,7 @@ class ChatMessage(LenientBody):
     reasoning: str | None = Field(default=None, description="another name of `reasoning_content`")
 
     def to_template(self, where: str) -> dict[str, Any]:
-        """Converts the message for chat templates, its parts joined. `where` names it in errors.
+        """Converts the message for `Tokenizer.render_chat`. `where` names it in errors.
 
         Raises InvalidRequest for a message without content, or with calls that its role cannot make.
         """
@@ -76,7 +79,7 @@ class ChatMessage(LenientBody):
             raise InvalidRequest(f"{where}.audio", f"{where}.audio: audio is not served")
         if self.content is None and self.role != "assistant":
             raise InvalidRequest(f"{where}.content", f"{where}.content is required")
-        message: dict[str, Any] = {"role": _template_role(self.role), "content": self._text(where)}
+        message: dict[str, Any] = {"role": _template_role(self.role), "content": self._content(f"{where}.content")}
         if self.name:
             message["name"] = self.name
         if calls:
@@ -85,8 +88,8 @@ class ChatMessage(LenientBody):
             message["tool_call_id"] = self.tool_call_id
         if self.role == "assistant" and (reasoning := self.reasoning_content or self.reasoning):
             message[_REASONING] = reasoning
-            if not (calls and message["content"]):
-                message[_THINKING] = reasoning
+            if calls and message["content"]:
+                message[_THINKING] = ""
         return message
 
     def ignored_names(self) -> Iterator[str]:
@@ -100,17 +103,22 @@ class ChatMessage(LenientBody):
         for call in self.tool_calls or ():
             yield from (f"tool_calls[].{name}" for name in (*call.unknown, *call.function.unknown))
 
-    def _text(self, where: str) -> str:
-        return joined_text(self.content, f"{where}.content")
+    def _content(self, where: str) -> str | list[dict[str, str]] | None:
+        if self.content is None or isinstance(self.content, str):
+            return self.content
+        return [{"type": "text", "text": text} for text in _texts(self.content, where)]
 
 
 def joined_text(content: str | Sequence[str | ContentPart] | None, where: str) -> str:
     """Returns the text of a message's content. Raises InvalidRequest for a part that is not text."""
     if content is None or isinstance(content, str):
         return content or ""
-    return PARTS_SEPARATOR.join(
-        part if isinstance(part, str) else part.to_text(f"{where}[{index}]") for index, part in enumerate(content)
-    )
+    return PARTS_SEPARATOR.join(_texts(content, where))
+
+
+def _texts(content: Sequence[str | ContentPart], where: str) -> Iterator[str]:
+    for index, part in enumerate(content):
+        yield part if isinstance(part, str) else part.to_text(f"{where}[{index}]")
 
 
 def read_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

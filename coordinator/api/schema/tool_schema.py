@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StringConstraints
@@ -84,14 +82,11 @@ class CalledFunction(LenientBody):
     arguments: str | dict[str, Any] = Field(default="", description="JSON, or what it stands for")
 
     def to_template(self) -> dict[str, Any]:
-        """Converts the call for chat templates. Arguments that are not JSON, as a model may have written them, stay as
-        they are. Raises InvalidRequest for JSON of too many values."""
-        arguments: Any = self.arguments
-        if isinstance(arguments, str):
-            check_json_size(arguments.encode(errors="replace"), "messages", f"the arguments of a call of {self.name!r}")
-            with suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments or "{}")
-        return {"type": "function", "function": {"name": self.name, "arguments": arguments}}
+        """Converts the call for `Tokenizer.render_chat`. Raises InvalidRequest for JSON of too many values."""
+        if isinstance(self.arguments, str):
+            what = f"the arguments of a call of {self.name!r}"
+            check_json_size(self.arguments.encode(errors="replace"), "messages", what)
+        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class ToolCall(LenientBody):
@@ -102,8 +97,8 @@ class ToolCall(LenientBody):
     function: CalledFunction
 
     def to_template(self) -> dict[str, Any]:
-        """Converts the call for chat templates, with parsed arguments. Raises InvalidRequest."""
-        return {"id": self.id, **self.function.to_template()}
+        """Converts the call for `Tokenizer.render_chat`. Raises InvalidRequest."""
+        return ({"id": self.id} if self.id else {}) | self.function.to_template()
 
 
 def read_tool_use(

@@ -26,7 +26,7 @@ from outrider.engine.loading.checkpoint_files import read_json
 from outrider.engine.loading.machine import machine_memory
 from outrider.engine.model import DTYPES, device_for
 from outrider.engine.options import EngineOptions
-from outrider.errors import ConfigurationError
+from outrider.text.tokenizer import model_eos_token_ids, tokenizer_eos_token_ids
 
 _EMBEDDING: Final = "embed_tokens.weight"
 _OUTPUT: Final = "lm_head.weight"
@@ -124,7 +124,8 @@ def load_head(options: EngineOptions, target_dir: Path, num_entries: int | None 
         split_experts(built, forms.build)
         run_in_blocks(built)
         make_batch_invariant(built, forms, output)
-    return HeadEngine(built, options, built.layout, kv, _eos_token_ids(target_dir), forms if is_fused else None)
+    eos_ids = model_eos_token_ids(target_dir) | tokenizer_eos_token_ids(target_dir)
+    return HeadEngine(built, options, built.layout, kv, eos_ids, forms if is_fused else None)
 
 
 def load_projection(folder: Path, target_dir: Path, dtype: torch.dtype, device: str = "cpu") -> Eagle3Projection:
@@ -195,15 +196,3 @@ def _plan_kv(
     if num_entries is not None:
         options = replace(options, kv_cache_gib=num_entries * needs.kv_per_token / GIB)
     return plan_kv(needs, budget, options, torch.device(device).type)
-
-
-def _eos_token_ids(target_dir: Path) -> frozenset[int]:
-    """End-of-sequence tokens of the target: its generation configuration's, else its own."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            found = read_json(target_dir / name).get("eos_token_id")
-        except ConfigurationError:
-            continue
-        if found is not None:
-            return frozenset(found) if isinstance(found, list) else frozenset([int(found)])
-    return frozenset()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from coordinator.formats.answer_parts import ToolUse
-from coordinator.intake.loosened_schema import RISKY, Loosened, loosened, outline
+from coordinator.intake.loosening.loosened_schema import RISKY, Loosened, loosened, outline
 from outrider.errors import InvalidRequest
 
 CHECKS_MAX: Final = 32

@@ -119,7 +119,7 @@ class DraftLink:
             ranked = router.rank_drafts(
                 environment.snapshot(),
                 environment.now_s(),
-                num_known=len(self._session.committed()),
+                num_known=self._session.committed_len,
                 num_tokens=self._session.spec.num_tokens_max,
                 excluded=tried,
                 target=self._session.target,

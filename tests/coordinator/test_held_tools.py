@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.formats.answer_parts import ToolMode, ToolUse
 from coordinator.intake.held_tools import CHECKS_MAX, held_tools
-from coordinator.intake.loosened_schema import loosened, outline
+from coordinator.intake.loosening.loosened_schema import loosened, outline
 from outrider.errors import InvalidRequest
 from tests.coordinator.conftest import ClusterFactory
 from tests.schemas.tools import TOOLS

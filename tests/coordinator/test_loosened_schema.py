@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from coordinator.intake.closed_schema import closed
-from coordinator.intake.disjoint_schemas import exclude_each_other
-from coordinator.intake.loosened_pattern import loosened_pattern
-from coordinator.intake.loosened_schema import FORMATS, NOT_HELD, RISKY, loosened, outline
-from coordinator.intake.schema_references import References
+from coordinator.intake.loosening.disjoint_schemas import exclude_each_other
+from coordinator.intake.loosening.loosened_pattern import loosened_pattern
+from coordinator.intake.loosening.loosened_schema import FORMATS, NOT_HELD, RISKY, loosened, outline
+from coordinator.intake.loosening.schema_references import References
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from tests import grammars

@@ -43,7 +43,7 @@ class Peer:
     def received(self, num_frames: int) -> list[tuple[FrameKind, int, bytes]]:
         reader, frames = FrameReader(), list[tuple[FrameKind, int, bytes]]()
         while len(frames) < num_frames:
-            data = self.sockets[-1].recv(1 << 16)
+            data = self.sockets[-1].recv(min(1 << 16, reader.room))
             assert data, "the link was closed"
             reader.feed(data)
             frames += reader.frames()

@@ -76,6 +76,7 @@ class Link:
     """A hint server that keeps what it is told, and checks it."""
 
     is_open = True
+    is_busy = False
 
     def __init__(self) -> None:
         self.frames: list[hints_pb2.HintFrame] = []

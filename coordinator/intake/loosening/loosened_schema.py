@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from coordinator.intake.disjoint_schemas import exclude_each_other
-from coordinator.intake.loosened_pattern import loosened_pattern
-from coordinator.intake.schema_references import References
+from coordinator.intake.loosening.disjoint_schemas import exclude_each_other
+from coordinator.intake.loosening.loosened_pattern import loosened_pattern
+from coordinator.intake.loosening.schema_references import References
 
 NOT_HELD: Final[Mapping[str, str]] = MappingProxyType({
     "$dynamicRef": "always", "$recursiveRef": "always", "contains": "always", "minContains": "always",

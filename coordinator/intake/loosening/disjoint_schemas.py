@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from coordinator.intake.schema_references import References
+from coordinator.intake.loosening.schema_references import References
 
 _OPTIONS_MAX: Final = 64
 """Most schemas that are compared, each with each."""

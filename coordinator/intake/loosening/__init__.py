@@ -1,0 +1,1 @@
+"""Looser JSON schemas for tools whose own no grammar holds. Pure."""

@@ -299,7 +299,7 @@ class Coordinator:
             ranked = self._router.rank_drafts(
                 self._reservations.snapshot,
                 self._clock.now_s,
-                num_known=session.machine.committed_len,
+                num_known=session.machine.committed_len(),
                 num_tokens=session.machine.spec.num_tokens_max,
                 excluded=session.tried,
                 target=target,

@@ -38,6 +38,7 @@ class LinkedSession:
     target: WorkerRecord
     deadline_s: float  # on the environment's clock
     committed: Callable[[], Sequence[int]]  # tokens so far, prompt included
+    committed_len: Callable[[], int]  # their number, without a copy of them
 
     @property
     def session_id(self) -> str:
@@ -119,7 +120,7 @@ class DraftLink:
             ranked = router.rank_drafts(
                 environment.snapshot(),
                 environment.now_s(),
-                num_known=self._session.committed_len,
+                num_known=self._session.committed_len(),
                 num_tokens=self._session.spec.num_tokens_max,
                 excluded=tried,
                 target=self._session.target,

@@ -118,7 +118,6 @@ class SequenceMachine:
         is_plain = wanted.is_plain or not wanted.enabled
         return dataclasses.replace(wanted, enabled=self.controller.accepts_hints, is_plain=is_plain)
 
-    @property
     def committed_len(self) -> int:
         """Number of tokens in `committed`."""
         return len(self.spec.prompt_token_ids) + len(self.output.token_ids)

@@ -279,7 +279,7 @@ class SequenceRunner:
             slo=spec.objective.since(1e3 * (environment.now_s() - machine.arrival_s)).to_proto(),
             decoding_ms=machine.output.times.since_first_token_ms(environment.now_s()),
         )
-        session = LinkedSession(spec, request, target, machine.deadline_s, machine.committed)
+        session = LinkedSession(spec, request, target, machine.deadline_s, machine.committed, machine.committed_len)
         self._attempt = Attempt(
             environment,
             slot,

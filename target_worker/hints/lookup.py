@@ -105,6 +105,7 @@ class LookupHints:
     def __init__(self, recent: RecentOutputs | None = None, scope: str = "") -> None:
         self._own = TokenIndex()
         self._recent, self._scope = recent, scope
+        self._asked_len = 0  # committed tokens of the last proposal
         self._own_acceptance, self._recent_acceptance = MatchAcceptance(PRIOR_RATES), MatchAcceptance(PRIOR_RATES)
 
     def read(self, committed: Sequence[int], max_tokens: int = MAX_READ) -> bool:
@@ -116,9 +117,14 @@ class LookupHints:
     def propose(self, committed: Sequence[int], suffix: Sequence[int], max_len: int) -> Proposal:
         """Proposes at most `max_len` tokens after the committed ones and the hints already on the path.
 
-        The longer match wins, the session's own among equals. Proposes nothing until a long prompt has been indexed.
+        The longer match wins, the session's own among equals. Proposes nothing until a long prompt has been indexed. It
+        reads once for each committed length: how far it is must not follow from how often a step that waits for drawn
+        hints asks (I4).
         """
-        if not self.read(committed) or max_len <= 0:
+        if self._asked_len != len(committed):
+            self._asked_len = len(committed)
+            self.read(committed)
+        if len(self._own) < len(committed) or max_len <= 0:
             return NO_PROPOSAL
         token_ids, match_len = self._own.continuation(suffix, max_len)
         if self._recent is not None and match_len < self._own.max_match:

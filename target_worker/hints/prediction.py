@@ -59,6 +59,7 @@ class PredictionHints:
         self._text = ""  # of what was read
         self._num_read = num_prompt_tokens  # committed tokens
         self._at = BEGIN
+        self._asked_len = 0  # committed tokens of the last proposal
         self._acceptance = MatchAcceptance(PRIOR_RATES)
 
     def read(self, committed: Sequence[int], max_tokens: int = MAX_READ) -> bool:
@@ -78,9 +79,13 @@ class PredictionHints:
     def propose(self, committed: Sequence[int], suffix: Sequence[int], max_len: int) -> Proposal:
         """Proposes at most `max_len` tokens after the committed ones and the hints already on the path.
 
-        Proposes nothing while the output is lost, and until all committed tokens were read.
+        Proposes nothing while the output is lost, and until all committed tokens were read. It reads once for each
+        committed length, as lookup does.
         """
-        if not self.read(committed) or max_len <= 0:
+        if self._asked_len != len(committed):
+            self._asked_len = len(committed)
+            self.read(committed)
+        if self._num_read < len(committed) or max_len <= 0:
             return NO_PROPOSAL
         at = self.follow(self._at, _as_text(suffix)) if suffix else self._at
         if at.position == LOST:

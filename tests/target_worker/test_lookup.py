@@ -199,9 +199,16 @@ def test_search_costs_no_more_in_a_longer_text(kind: str, size: int) -> None:
 def test_long_prompt_is_read_a_bounded_part_at_a_time() -> None:
     text = [1, 2, 3] * MAX_READ
     hints = LookupHints()
-    assert hints.propose(text, [], 4) == NO_PROPOSAL
-    assert hints.propose(text, [], 4) == NO_PROPOSAL
+    assert hints.propose(text[:-2], [], 4) == NO_PROPOSAL
+    assert hints.propose(text[:-1], [], 4) == NO_PROPOSAL
     assert hints.propose(text, [], 4).token_ids == [1, 2, 3, 1]
+
+
+def test_how_often_a_step_asks_does_not_decide_what_was_read() -> None:
+    """A step that waits for drawn hints asks as often as some come: that follows from their values (I4)."""
+    text = [1, 2, 3] * MAX_READ
+    hints = LookupHints()
+    assert [hints.propose(text, [], 4) for _ in range(9)] == [NO_PROPOSAL] * 9
 
 
 # Outputs of other sessions.

@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigurationError, InvalidRequest
-from outrider.text.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.text.chat_template import read_folder
+from outrider.text.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.text.tokenizer import LONG_TEXT_CHARS, Tokenizer, fingerprint
 from tests.coordinator.tiny_model import write_model_dir
 

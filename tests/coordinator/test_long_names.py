@@ -89,7 +89,7 @@ def test_places_of_what_a_schema_lost_do_not_repeat_long_names_without_end() -> 
     inner = {f"a{index}": {"uniqueItems": True} for index in range(1000)}
     schema = {"type": "object", "properties": {"x" * 30_000: {"type": "object", "properties": inner}}}
     made = loosened(schema)
-    assert made.schema["properties"]["x" * 30_000]["properties"] == dict.fromkeys(inner, {})
+    assert made.schema["properties"]["x" * 30_000]["properties"] == {name: {} for name in inner}
     assert sum(map(len, made.dropped)) <= 2 * TOLD_CHARS_MAX
     assert loosened(inner["a0"]).dropped == ("uniqueItems",)
 

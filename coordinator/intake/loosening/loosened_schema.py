@@ -132,7 +132,7 @@ class _Writer:
             pending += [(value, (*place, *names)) for names, value in _subschemas(node)]
 
     def _drop(self, *place: str) -> None:
-        # Each place repeats the names around it, which are the client's: all together may be far longer than the schema.
+        # Each place repeats the client's names around it, so that all places may be far longer than the schema.
         if self._told_chars_left <= 0:
             return
         told = ".".join(place)[:TOLD_CHARS_MAX]

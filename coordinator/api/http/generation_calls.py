@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 LAST_EVENT_HEADER: Final = "Last-Event-ID"
 CANARY_KEY_HEADER: Final = "X-Canary-Key"
 IGNORED_HEADER: Final = "X-Outrider-Ignored"
-"""Names the parameters of the request that were accepted and not used."""
+"""Names what was accepted and not used: parameters of the request, tools, and parts of the schemas of tools."""
 _IGNORED_CHARS_MAX: Final = 1000
 _AND_MORE: Final = ", ..."
 _CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a client that disconnected

@@ -47,6 +47,8 @@ _DIALECTS: Final = tuple(
         ("http", "draft-04"),
     )
 )  # fmt: skip
+TOLD_CHARS_MAX: Final = 1000
+"""Characters after which no more places are told of what a schema has lost: a header names no more."""
 _SILENT: Final = frozenset({"$dynamicAnchor", "$recursiveAnchor", "$vocabulary"})  # they permit and forbid nothing
 _DROPPED: Final = frozenset(name for name, where in NOT_HELD.items() if where == "always")
 _SCHEMAS: Final = frozenset({"additionalProperties", "additionalItems", "items"})
@@ -59,7 +61,10 @@ _BOUNDS: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusive
 
 
 class Loosened(NamedTuple):
-    """A looser schema, and the keywords that it lost, each by its place: `properties.tags.uniqueItems`."""
+    """A looser schema, and the keywords that it lost, each by its place: `properties.tags.uniqueItems`.
+
+    After `TOLD_CHARS_MAX` characters no more are named, and the last place is cut.
+    """
 
     schema: Any
     dropped: tuple[str, ...]
@@ -70,7 +75,7 @@ def loosened(schema: Any, without: frozenset[str] = frozenset()) -> Loosened:
     writer = _Writer(schema, without)
     made = writer.loosen(schema, ())
     writer.drop_broken_references(made)
-    return Loosened(made, tuple(dict.fromkeys(writer.dropped)))
+    return Loosened(made, tuple(writer.dropped))
 
 
 def outline(schema: Any) -> Any:
@@ -96,7 +101,8 @@ class _Writer:
     def __init__(self, root: Any, without: frozenset[str]) -> None:
         self._references = References(root)
         self._without = without
-        self.dropped: list[str] = []
+        self.dropped: dict[str, None] = {}
+        self._told_chars_left = TOLD_CHARS_MAX
 
     def loosen(self, schema: Any, place: tuple[str, ...]) -> Any:
         if isinstance(schema, bool):
@@ -126,7 +132,13 @@ class _Writer:
             pending += [(value, (*place, *names)) for names, value in _subschemas(node)]
 
     def _drop(self, *place: str) -> None:
-        self.dropped.append(".".join(place))
+        # Each place repeats the client's names around it, so that all places may be far longer than the schema.
+        if self._told_chars_left <= 0:
+            return
+        told = ".".join(place)[:TOLD_CHARS_MAX]
+        if told not in self.dropped:
+            self.dropped[told] = None
+            self._told_chars_left -= len(told)
 
     def _keep(
         self, made: dict[str, Any], name: str, value: Any, schema: Mapping[str, Any], place: tuple[str, ...]

@@ -84,7 +84,7 @@ def answer(request: Request, store: Store) -> tuple[int, dict[str, Any]]:
 
 
 def _resources(path: str) -> dict[str, Any]:
-    """What there is in a group, as its discovery says."""
+    """Returns what there is in a group, as its discovery says."""
     verbs = ["get", "list", "patch"]
     return {
         "kind": "APIResourceList",
@@ -97,7 +97,7 @@ def _resources(path: str) -> dict[str, Any]:
 
 
 def _other(path: str, kind: str, name: str, store: Store) -> tuple[int, dict[str, Any]]:
-    """One object of a kind without files, or without a name all of them."""
+    """Returns one object of a kind without files, or all of them where there is no name."""
     found = [each for each in store.others if each["kind"] == kind]
     if not name:
         group = next(path for path, kinds in _KINDS.items() if kind in kinds.values())

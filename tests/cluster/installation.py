@@ -121,7 +121,7 @@ class Installation:
 
     @property
     def store(self) -> Store:
-        """What the API server shows."""
+        """The objects that the API server shows."""
         return Store(self._secrets, self._config_maps, self.objects)
 
     @property

@@ -136,6 +136,8 @@ class BatchTasks:
         """Whether the batch's record refers to a copy after a change that may have failed, or whose answer may be lost.
         Another process may have been faster, or the batch cancelled."""
         await until_ended(moving)
+        if not moving.cancelled():
+            moving.exception()  # a task that was cancelled has not read it
         try:
             now = await self._journal.get(batch.batch_id)
         except OutriderError:  # what nothing refers to is deleted when its time comes

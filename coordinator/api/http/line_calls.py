@@ -74,8 +74,10 @@ class LineCalls:
         """How many sequences of lines this replica may run: of each model as many as its targets have slots for them,
         and of all at most half as many as other requests may be."""
         num_slots: Counter[str] = Counter()
+        names = self._service.catalog.names()
         for target in self._service.snapshot().targets:
-            num_slots[target.model_name] += background_slots(target)
+            if target.model_name in names:
+                num_slots[target.model_name] += background_slots(target)
         return RoomSize(min(SEQUENCES_MAX, self._service.background_max), num_slots)
 
     async def run(self, batch: Batch, url: str, body: bytes, request_id: str, hold: Hold) -> LineResult:

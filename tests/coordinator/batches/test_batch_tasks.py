@@ -67,7 +67,7 @@ async def test_a_lost_answer_leaves_no_content_behind(
     batch = await created(desk, lines(3))
     async with BatchRunner(desk, EchoLines(), poll_s=0.05):
         done = await until(desk, batch, over)
-        await eventually(lambda: len(names_in(tmp_path)) == 2, "its file and its output are left, and nothing else")
+        await eventually(lambda: len(names_in(tmp_path)) == 2, "its file and its output are left", 30)
     assert not lost.num_left
     assert (done.state, done.counts.num_completed) == (BatchState.COMPLETED, 3)
     assert len(await results(desk, done.output_file_id)) == 3
@@ -93,7 +93,7 @@ async def test_a_check_that_is_cancelled_while_it_begins_the_lines_keeps_what_th
     await is_moving.wait()
     closing = asyncio.create_task(tasks.close())
     (_, checking), *_ = tasks._tasks.values()
-    await eventually(checking.cancelling, "the check is cancelled")
+    await eventually(lambda: checking.cancelling() > 0, "the check is cancelled", 30)
     if not is_first:
         await desk.cancel(ANYBODY, batch.batch_id)
     may_move.set()
@@ -124,7 +124,7 @@ async def test_a_check_is_cancelled_once_and_deletes_its_copy_in_peace(registry:
     batch = await created(desk, lines(3))
     tasks = BatchTasks(desk, Lines(), "this one")
     tasks.begin(batch)
-    await eventually(has_begun.is_set, "the file is being checked")
+    await eventually(has_begun.is_set, "the file is being checked", 30)
     cancelled = await desk.cancel(ANYBODY, batch.batch_id)
     tasks.begin(cancelled)
     may_check.set()
@@ -135,7 +135,7 @@ async def test_a_check_is_cancelled_once_and_deletes_its_copy_in_peace(registry:
         await asyncio.sleep(0)
     assert list(tasks._tasks.values()) == [before], "nothing else begins for the batch meanwhile"
     may_delete.set()
-    await eventually(lambda: not tasks._tasks, "it ends")
+    await eventually(lambda: not tasks._tasks, "it ends", 30)
     assert len(names_in(tmp_path)) == 1
     tasks.begin(cancelled)
     assert (await until(desk, batch, over)).state is BatchState.CANCELLED
@@ -163,7 +163,7 @@ async def test_a_record_of_a_later_release_is_left_alone(
 
     with caplog.at_level(logging.ERROR):
         async with BatchRunner(desk, EchoLines(), poll_s=0.02):
-            await eventually(num_told, "it says so")
+            await eventually(lambda: num_told() > 0, "it says so", 30)
             other = await created(desk, lines(3))
             assert (await until(desk, other, over)).counts.num_completed == 3, "others run"
     assert num_told() == 1, "once, not in every round"

@@ -147,12 +147,14 @@ async def test_lines_that_wait_for_a_slot_of_one_model_hold_up_no_batch_of_anoth
 
     async with fleet.open(clusters, targets, max_num_seqs=16) as cluster:
         calls = [asyncio.create_task(cluster.complete(model=NAMES[0])) for _ in range(16)]
-        await eventually(lambda: busy.num_open == 16, "all its slots are taken")
+        await eventually(lambda: busy.num_open == 16, "all its slots are taken", 30)
         waiting = await created(desk, content(NAMES[0], 40))
         async with BatchRunner(desk, LineCalls(cluster.service), poll_s=0.05) as runner:
             room = runner._room
-            await eventually(lambda: room.num_held > 0, "lines have begun")
-            await eventually(lambda: cluster.service._background.num == room.num_held, "all of them wait for a slot")
+            await eventually(lambda: room.num_held > 0, "lines have begun", 30)
+            await eventually(
+                lambda: cluster.service._background.num == room.num_held, "all of them wait for a slot", 30
+            )
             other = await created(desk, content(NAMES[1], 20))
             done = await until(desk, other, over)
             assert done.counts.num_completed == 20
@@ -172,6 +174,7 @@ async def test_what_the_room_gives_out_the_replica_takes_in(clusters: ClusterFac
     targets = fleet.targets()
     for target in targets:
         target.may_step = lambda num_tokens: may_go.is_set()
+    fleet.add("third", like=NAMES[0])  # which has no target, and needs no room
     async with fleet.open(clusters, targets, settings={"requests_max": 64}, max_num_seqs=64) as cluster:
         calls, room = LineCalls(cluster.service), LineRoom()
         room.resize(calls.room())
@@ -188,7 +191,7 @@ async def test_what_the_room_gives_out_the_replica_takes_in(clusters: ClusterFac
             if turn.has_begun:
                 body = json.dumps({"model": turn.model, "prompt": "import", **PLAIN}).encode()
                 runs.append(asyncio.create_task(calls.run(turn.batch, "/v1/completions", body, "r", no_wait)))
-        await eventually(lambda: cluster.service._background.num == 32, "none is refused")
+        await eventually(lambda: cluster.service._background.num == 32, "none is refused", 30)
         may_go.set()
         assert [each.status for each in await asyncio.gather(*runs)] == [200] * 32
 

@@ -151,7 +151,7 @@ class TestSequences:
         service.gate.clear()
         async with BatchRunner(desk, service, poll_s=0.05):
             # In whatever order they come, the lines that fit leave less room than the next one needs.
-            await eventually(lambda: service.num_running >= 9, "as many lines run as there is room for")
+            await eventually(lambda: service.num_running >= 9, "as many lines run as there is room for", 30)
             service.gate.set()
             for batch in batches:
                 assert (await until(desk, batch, over)).counts.num_completed == 40
@@ -214,7 +214,7 @@ class TestTheStorage:
             if ends == "cancelled":
                 ((_, checking),) = runner._batch_tasks._tasks.values()
                 await desk.cancel(ANYBODY, batch.batch_id)
-                await eventually(checking.cancelling, "its check has been cancelled")
+                await eventually(lambda: checking.cancelling() > 0, "its check has been cancelled", 30)
             else:  # as another process would say that takes this one for dead
                 await desk.journal.move(batch.batch_id, BatchState.FAILED)
             may_go_on.set()

@@ -41,6 +41,11 @@ class Rooms(LineRoom):
         return turn
 
 
+def begun(*turns: Turn) -> list[bool]:
+    """Whether lines have begun."""
+    return [turn.has_begun for turn in turns]
+
+
 class TestRooms:
     def test_lines_of_a_busy_model_hold_up_no_other(self) -> None:
         rooms = Rooms(256, busy=4, idle=4)
@@ -78,22 +83,19 @@ class TestRooms:
     def test_a_line_beyond_its_room_runs_alone_there(self) -> None:
         rooms = Rooms(256, a=4, b=4)
         small, large, last = rooms.enter("a"), rooms.enter("a", 64), rooms.enter("a")
-        assert not large.has_begun
+        assert begun(small, large, last) == [True, False, False]
         rooms.leave(small)
-        assert large.has_begun
-        assert not last.has_begun
-        assert rooms.enter("b").has_begun
+        assert begun(large, last, rooms.enter("b")) == [True, False, True]
         rooms.leave(large)
-        assert last.has_begun
+        assert begun(last) == [True]
 
     def test_without_a_target_nothing_begins(self) -> None:
         rooms = Rooms(12, a=2)
         waiting = rooms.enter("b")
         rooms.resize(RoomSize())
-        assert not rooms.enter("a").has_begun
-        assert not waiting.has_begun
+        assert begun(rooms.enter("a"), waiting) == [False, False]
         rooms.resize(RoomSize(12, {"b": 1}))
-        assert waiting.has_begun
+        assert begun(waiting) == [True]
 
     @given(
         st.integers(3, 60),
@@ -136,7 +138,7 @@ async def test_lines_that_wait_for_a_slot_of_one_model_hold_up_no_batch_of_anoth
     monkeypatch.setattr(batch_results, "LOOK_S", 0.02)
     monkeypatch.setattr(line_calls, "SEQUENCES_MAX", 8)  # both models have more slots
     may_go = asyncio.Event()
-    targets = fleet.targets()
+    targets = fleet.targets(held_s_max=120)
     busy = targets[0]
     busy.may_step = lambda num_tokens: may_go.is_set()
     desk = desk_over(registry, tmp_path / "files")
@@ -145,7 +147,8 @@ async def test_lines_that_wait_for_a_slot_of_one_model_hold_up_no_batch_of_anoth
         bodies = ({"model": model, "prompt": "import", **PLAIN} for _ in range(num))
         return b"".join(line(f"r{number}", body=body) + b"\n" for number, body in enumerate(bodies))
 
-    async with fleet.open(clusters, targets, max_num_seqs=16) as cluster:
+    settings = {"queue_wait_max_s": 600}
+    async with fleet.open(clusters, targets, settings=settings, max_num_seqs=16) as cluster:
         calls = [asyncio.create_task(cluster.complete(model=NAMES[0])) for _ in range(16)]
         await eventually(lambda: busy.num_open == 16, "all its slots are taken", 30)
         waiting = await created(desk, content(NAMES[0], 40))
@@ -171,7 +174,7 @@ def over(batch: Batch) -> bool:
 async def test_what_the_room_gives_out_the_replica_takes_in(clusters: ClusterFactory, fleet: Fleet) -> None:
     """Otherwise a line would be prepared, refused, and prepared again."""
     may_go = asyncio.Event()
-    targets = fleet.targets()
+    targets = fleet.targets(held_s_max=120)
     for target in targets:
         target.may_step = lambda num_tokens: may_go.is_set()
     fleet.add("third", like=NAMES[0])  # which has no target, and needs no room

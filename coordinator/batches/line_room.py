@@ -33,7 +33,7 @@ class RoomSize:
 
     @property
     def part(self) -> int:
-        """What is kept for each model."""
+        """Sequences that are kept for each model."""
         return self.most // (2 * max(len(self.num_slots), 1))
 
 

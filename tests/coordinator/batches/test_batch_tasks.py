@@ -1,4 +1,4 @@
-"""What a check or a finalization leaves in the storage if it is cancelled, or if an answer of Redis is lost."""
+"""A check or a finalization leaves nothing in the storage if it is cancelled, or if an answer of Redis is lost."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _PAGES_MAX: Final = 10
 _BUSY: Final = (408, 429)  # and everything from 500 on
 _PAGE: Final = 100
 _LINE_BYTES_MAX: Final = 8 << 20
-_LOST: Final = ("failed", "cancelled", "expired")
+_LOST: Final = ("failed", "cancelled", "expired")  # a repetition runs these files again
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,17 @@ class BatchClient:
             await look_for(client, url, "OUTRIDER_API_KEY")
             yield cls(client)
 
-    async def find(self, file: RequestFile) -> dict[str, Any] | None:
-        """Finds the newest batch of a file that runs or is complete."""
+    async def find(self, file: RequestFile, *, takes_partial: bool = False) -> dict[str, Any] | None:
+        """Finds the newest batch of a file that runs or is complete; with `takes_partial` also one whose time was up
+        after it had answered lines."""
         after = ""
         for _ in range(_PAGES_MAX):
             params = {"limit": str(_PAGE)} | ({"after": after} if after else {})
             page = await self._call("GET", "/v1/batches", params=params)
             for batch in page["data"]:
-                if (batch.get("metadata") or {}).get(DIGEST) == file.digest and batch["status"] not in _LOST:
+                is_partial = takes_partial and batch["status"] == "expired" and batch["output_file_id"] is not None
+                is_of_file = (batch.get("metadata") or {}).get(DIGEST) == file.digest
+                if is_of_file and (is_partial or batch["status"] not in _LOST):
                     return dict(batch)
             if not page["has_more"]:
                 break

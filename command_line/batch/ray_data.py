@@ -139,7 +139,7 @@ class PieceRunner:
     async def _answers(self, file: RequestFile, folder: Path) -> dict[str, Any]:
         """Runs a batch, or finds that of an earlier run, and downloads its results; returns it."""
         async with BatchClient.at(self.options, self.url) as client:
-            batch = await client.find(file)
+            batch = await client.find(file, takes_partial=True)
             if batch is None or not await client.has_results(batch):
                 batch = await client.create(file)
             batch = await follow(client, batch, lambda _: None, lambda _: None)

@@ -24,8 +24,7 @@ from coordinator.batches.batch_lines import LineIndex, LineResult, never_ran, re
 from coordinator.batches.batch_results import ResultCollector
 from coordinator.batches.batch_tasks import BatchTasks
 from coordinator.batches.line_journal import Claim, Fenced
-from coordinator.batches.line_room import LineRoom, Turn
-from coordinator.batches.validation import CheckBody
+from coordinator.batches.line_room import LineRoom, RoomSize, Turn
 from coordinator.observability.metrics import CoordinatorMetrics
 from outrider.concurrency.background import end_tasks, keep_going
 from outrider.errors import NotFound, OutriderError, Overloaded, Poisonous, Unavailable, WorkerFailed, WorkerLost
@@ -45,18 +44,17 @@ WAIT_MAX_S: Final = 10.0
 """Longest pause before a line that found no room is tried again."""
 
 
-Hold = Callable[[int], AbstractAsyncContextManager[None]]
-"""Waits for room for so many sequences, which is held inside the context."""
+Hold = Callable[[str, int], AbstractAsyncContextManager[None]]
+"""Waits for room for so many sequences of a model, which is held inside the context."""
 
 
 class LineService(Protocol):
     """The service that runs lines, as the API's calls do."""
 
-    @property
-    def check_body(self) -> CheckBody:
-        """Checks the body of a line before anything of its batch runs."""
+    def check_body(self, batch: Batch, url: str, body: bytes) -> None:
+        """Checks the body of a line before anything of its batch runs. Raises an OutriderError."""
 
-    def room(self) -> int:
+    def room(self) -> RoomSize:
         """How many sequences of lines this replica may have at once, now."""
 
     async def run(self, batch: Batch, url: str, body: bytes, request_id: str, hold: Hold) -> LineResult:
@@ -116,6 +114,7 @@ class BatchRunner:
         self._books: dict[str, _Book] = {}
         self._room = LineRoom()
         self._has_room = asyncio.Event()
+        self._unreadable: set[str] = set()  # batches whose records are there and cannot be read
         self._batch_tasks = BatchTasks(desk, lines, uuid.uuid4().hex)
         self._results = ResultCollector(desk, self._end_lines)
         self._loops: list[asyncio.Task[None]] = []
@@ -174,18 +173,27 @@ class BatchRunner:
         for batch_id in self._books.keys() - set(active):
             self._drop(batch_id)
         batches = []
+        self._unreadable &= set(active)
         for batch_id in active:
             batch = await self._journal.get(batch_id)
             if batch is None:
-                await self._journal.retire(batch_id, None)
+                await self._miss(batch_id)
             elif await self._move_on(batch, now_s):
                 batches.append(batch)
         self._metrics.batches_degraded.set(0)
         self._metrics.batches_open.set(len(active))
         self._metrics.batch_lines_left.set(sum(batch.num_lines - batch.counts.num_ended for batch in batches))
-        self._room.resize(0 if self._results.is_full else self._lines.room())
+        self._room.resize(RoomSize() if self._results.is_full else self._lines.room())
         for batch, num in self._room.to_claim(batches, self._num_claimed):
             await self._claim(batch, num)
+
+    async def _miss(self, batch_id: str) -> None:
+        """Retires a batch whose record is gone. One that cannot be read stays: a later release may have written it."""
+        if not await self._journal.has_record(batch_id):
+            await self._journal.retire(batch_id, None)
+        elif batch_id not in self._unreadable:
+            self._unreadable.add(batch_id)
+            _log.error("the record of batch %s cannot be read; this release leaves the batch as it is", batch_id)
 
     async def _move_on(self, batch: Batch, now_s: float) -> bool:
         """Takes a batch a step further; returns whether lines of it may run."""
@@ -262,12 +270,12 @@ class BatchRunner:
                 return custom_id, self._lines.failure(error, request_id)
 
     @asynccontextmanager
-    async def _hold(self, book: _Book, claim: Claim, num_sequences: int) -> AsyncIterator[None]:
+    async def _hold(self, book: _Book, claim: Claim, model: str, num_sequences: int) -> AsyncIterator[None]:
         """Waits for a line's turn, and holds its room. A line that waits to be tried again holds none."""
         if book.claims.get(claim.line) is claim:
             book.note(claim.line, num_sequences)
         may_begin = asyncio.Event()
-        turn = Turn(book.batch, num_sequences, may_begin.set)
+        turn = Turn(model, book.batch, num_sequences, may_begin.set)
         self._room.ask(turn)
         try:
             await may_begin.wait()

@@ -30,8 +30,8 @@ from coordinator.batches.batch_results import KEPT_S
 from coordinator.batches.file_store import one_piece
 from coordinator.batches.files import LIFE_S, StoredFile
 from coordinator.batches.line_journal import Fenced
-from coordinator.batches.validation import CheckBody, FileCheck
-from outrider.concurrency.background import end_tasks
+from coordinator.batches.validation import FileCheck
+from outrider.concurrency.background import end_tasks, until_ended
 from outrider.errors import NotFound, OutriderError
 
 _log = logging.getLogger(__name__)
@@ -45,8 +45,7 @@ SLICE_S: Final = 0.002
 class Checker(Protocol):
     """The part of a `LineService` that checks lines."""
 
-    @property
-    def check_body(self) -> CheckBody: ...
+    def check_body(self, batch: Batch, url: str, body: bytes) -> None: ...
 
 
 class BatchTasks:
@@ -62,7 +61,8 @@ class BatchTasks:
     def begin(self, batch: Batch) -> None:
         """Begins what a batch in its state needs, unless this replica has enough to do."""
         state, task = self._tasks.get(batch.batch_id, (batch.state, None))
-        if task is not None and state is not batch.state:  # cancelled while its file was checked
+        # The batch has been cancelled while its file was checked. A second cancellation would interrupt the deletions.
+        if task is not None and state is not batch.state and not task.cancelling():
             task.cancel()
         if task is not None or len(self._tasks) >= TASKS_MAX:
             return
@@ -103,7 +103,7 @@ class BatchTasks:
         finally:
             if working is not None and not working.done():
                 working.cancel()
-                await asyncio.wait((working,))
+                await until_ended(working)
 
     async def _check(self, batch: Batch) -> None:
         """Checks every line, and keeps a copy of the file, which its owner may delete."""
@@ -113,9 +113,9 @@ class BatchTasks:
             await move(BatchState.FAILED, {"errors": json.dumps([error])})
             return
         copy, index = self._name(batch, "input"), self._name(batch, "index")
-        is_kept = False
+        moving: asyncio.Task[None] | None = None
         try:
-            check = FileCheck(batch.endpoint, self._lines.check_body)
+            check = FileCheck(batch.endpoint, partial(self._lines.check_body, batch))
             found = await self._copy(batch, copy, check)
             if check.errors:
                 await move(BatchState.FAILED, {"errors": json.dumps(check.errors)})
@@ -125,16 +125,24 @@ class BatchTasks:
             for name in (copy, index):
                 await self._files.announce(name, batch.expires_at + KEPT_S)
             fields: dict[str, str | int] = {"num_lines": len(found), "input_content": copy, "index_content": index}
-            is_kept = True  # unless it is certain that it is not: a change may be made whose answer is lost
-            await move(BatchState.IN_PROGRESS, fields)
-            now = await self._journal.get(batch.batch_id)
-            is_kept = now is None or now.input_content == copy  # or another process has been faster
-        except Fenced:
-            is_kept = False
-            raise
+            moving = asyncio.create_task(move(BatchState.IN_PROGRESS, fields))
+            await asyncio.wait((moving,))  # a cancellation of this task leaves the change whole
+            moving.result()
         finally:
-            if not is_kept:
+            if moving is None or not await self._may_refer(batch, copy, moving):
                 await self._discard(copy, index)
+
+    async def _may_refer(self, batch: Batch, copy: str, moving: asyncio.Task[None]) -> bool:
+        """Whether the batch's record refers to a copy after a change that may have failed, or whose answer may be lost.
+        Another process may have been faster, or the batch cancelled."""
+        await until_ended(moving)
+        if not moving.cancelled():
+            moving.exception()  # a task that was cancelled has not read it
+        try:
+            now = await self._journal.get(batch.batch_id)
+        except OutriderError:  # what nothing refers to is deleted when its time comes
+            return True
+        return now is None or now.input_content == copy
 
     async def _copy(self, batch: Batch, copy: str, check: FileCheck) -> LineIndex:
         """Copies the batch's file and checks it; returns the places of its lines."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from coordinator.access.api_keys import Caller
 from coordinator.batches import journal_scripts as scripts
 from coordinator.batches.file_store import FileStore
 from coordinator.batches.line_journal import digest_of_tenant
-from outrider.errors import InvalidRequest, NotFound
+from outrider.errors import InvalidRequest, NotFound, Unavailable
 from outrider.registry.registry import Registry
 
 FILE_BYTES_MAX: Final = 200 << 20
@@ -95,10 +96,11 @@ class Files:
     async def record(
         self, tenant: str | None, file: StoredFile, *, files_max: int = _NO_LIMIT, bytes_max: int = _NO_LIMIT
     ) -> str | None:
-        """Records a file whose content is stored, in place of an earlier record of its id. Returns why it was not."""
+        """Records a file whose content is stored, in place of an earlier record of its id, whose content is deleted.
+        Returns why it was not."""
         arguments: list[str | int] = [file.file_id, file.expires_at * 1000, file.num_bytes, files_max, bytes_max]
         arguments += ["about", json.dumps(asdict(file))]
-        answer = await self._ask(self._add, _keys(tenant, file.file_id), arguments)
+        answer, earlier = await self._ask(self._add, _keys(tenant, file.file_id), arguments)
         if answer == "files":
             return f"there are {files_max} files of yours, the most that may be; delete some (DELETE /v1/files/ID)"
         if answer == "bytes":
@@ -107,6 +109,10 @@ class Files:
                 "let the operator set a higher --batch-bytes-max"
             )
         await self.announce(file.content, file.expires_at)
+        # What is not deleted here is deleted when its time comes.
+        with suppress(Unavailable, ValueError, TypeError, KeyError):  # the earlier record may be damaged
+            if earlier and (before := json.loads(earlier)["content"]) != file.content:
+                await self.delete_content(before)
         return None
 
     async def get(self, tenant: str | None, file_id: str, parameter: str = "file_id") -> StoredFile:

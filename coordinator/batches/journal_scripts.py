@@ -191,8 +191,8 @@ FORGET: Final = "return redis.call('ZREM', KEYS[1], ARGV[1])"
 DUE: Final = f"{CLOCK_LUA}return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[1])"
 
 # KEYS: file, the tenant's files, their sizes. ARGV: id, end of its life in ms since 1970, its bytes, most files, most
-# bytes, then field, value, ... A tenant's files are counted by what is there. Returns 1, or what is full: 'files' or
-# 'bytes'.
+# bytes, then field, value, ... A tenant's files are counted by what is there. Returns what is full, 'files' or 'bytes',
+# else '', and what was recorded of this file before, or ''.
 ADD_FILE: Final = f"""{CLOCK_LUA}
 local sum, known = 0, redis.call('HGETALL', KEYS[3])
 for i = 1, #known, 2 do
@@ -206,13 +206,14 @@ for i = 1, #known, 2 do
 end
 local others = redis.call('ZCARD', KEYS[2])
 if redis.call('ZSCORE', KEYS[2], ARGV[1]) then others = others - 1 end
-if others >= tonumber(ARGV[4]) then return 'files' end
-if sum + ARGV[3] > tonumber(ARGV[5]) then return 'bytes' end
+if others >= tonumber(ARGV[4]) then return {{'files', ''}} end
+if sum + ARGV[3] > tonumber(ARGV[5]) then return {{'bytes', ''}} end
+local earlier = redis.call('HGET', KEYS[1], 'about') or ''
 redis.call('HSET', KEYS[1], unpack(ARGV, 6))
 redis.call('PEXPIREAT', KEYS[1], ARGV[2])
 redis.call('ZADD', KEYS[2], now, ARGV[1])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[3] .. ' ' .. ARGV[2])
-return 1
+return {{'', earlier}}
 """
 # KEYS: file, the tenant's files, their sizes. ARGV: id. Returns how many there were.
 DROP_FILE: Final = """

@@ -95,6 +95,10 @@ class LineJournal:
         except ValueError:
             return None
 
+    async def has_record(self, batch_id: str) -> bool:
+        """Whether a batch has a record, readable or not."""
+        return bool(await self._ask(self._read, [_key(batch_id, "batch")], []))
+
     async def next_line(self, batch_id: str) -> int:
         """The first line that nobody has claimed."""
         found = await self._ask(self._read, [_key(batch_id, "batch")], [])

@@ -284,7 +284,9 @@ class GenerationService:
         Those in the background have a limit of their own: no other request is refused for them."""
         environment, num = self.environment, spec.num_candidates
         active = self._sequences_beside(spec)
-        excess = active.excess(spec.model, num, self.catalog.names)
+        # Lines of batches have shared their room by model already (`coordinator.batches.line_room`).
+        sharing = (lambda: (spec.model,)) if spec.is_background else self.catalog.names
+        excess = active.excess(spec.model, num, sharing)
         if excess > 0:
             newcomer = Ticket(spec.request.priority, spec.request.tenant)
             admission = environment.placement.admission

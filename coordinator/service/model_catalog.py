@@ -95,13 +95,16 @@ class ModelCatalog:
 
     def tokenizer_of(self, asked: str, caller: Caller) -> tuple[Tokenizer, int | None]:
         """The tokenizer of a model, which need not have a target, and its longest context, in tokens, if it has one. An
-        empty name is the only tokenizer. Raises ModelNotFound and InvalidRequest."""
+        empty name is the only tokenizer. Raises ModelNotFound, InvalidRequest, and Unavailable if none of the caller's
+        models is served."""
         table = self._models.current()
         live = self._live(table)
         names = _names(table, live, caller)
         name = _name_of(asked, table, live, caller)
         if not name and caller.models is not None:
             name = _only(names)
+            if not name:
+                raise Unavailable(self._why_no_target("", table, caller), 2.0)
         served = table.get(name) if name else table.only
         if served is None:
             raise _ambiguous(names)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -27,7 +28,7 @@ from coordinator.recovery.journal import FLUSH_S, Journal
 from coordinator.recovery.journal_entry import JournaledStream, JournalEntry
 from coordinator.recovery.poison import LOSSES_MAX
 from coordinator.recovery.resumption import Claim, Resumption
-from outrider.errors import Conflict, InvalidRequest, NotFound, RegistryUnavailable, Unavailable
+from outrider.errors import Conflict, InvalidRequest, ModelNotFound, NotFound, RegistryUnavailable, Unavailable
 from outrider.sampling_params import DecodingMode
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,18 @@ class Recollection:
         request."""
         entry = self.entry
         return 0 if entry is None or entry.request_digest != request_digest else entry.num_losses
+
+
+@contextmanager
+def hiding_model(request_id: str, caller: Caller) -> Iterator[None]:
+    """Resumes a stream by its id alone: one whose model the caller may not use is as one that does not exist. Raises
+    NotFound."""
+    try:
+        yield
+    except ModelNotFound:
+        if caller.models is None:
+            raise
+        raise _no_stream(request_id) from None
 
 
 class ResumableStreams:
@@ -121,12 +134,7 @@ class ResumableStreams:
                     "later, or send the request again with the id of the last received event",
                     2.0,
                 )
-            raise NotFound(
-                f"there is no stream {request_id} to resume: it ended a while ago, was too long to be kept, or "
-                "never began; send the request again with the id of the last received event, or without one to "
-                "start again",
-                "request_id",
-            )
+            raise _no_stream(request_id)
         return recollection
 
     def resume(
@@ -200,3 +208,11 @@ def _journal_id(request: GenerationInput) -> str:
     if tenant is None:
         return request.request_id
     return f"{sha256(tenant.encode()).hexdigest()[:16]}:{request.request_id}"
+
+
+def _no_stream(request_id: str) -> NotFound:
+    return NotFound(
+        f"there is no stream {request_id} to resume: it ended a while ago, was too long to be kept, or never began; "
+        "send the request again with the id of the last received event, or without one to start again",
+        "request_id",
+    )

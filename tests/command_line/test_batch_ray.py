@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from command_line.batch import command, follow, pieces
+from command_line.batch.client import BatchClient, RequestFile
 from command_line.batch.options import RunOptions
 from command_line.batch.ray_data import PieceRunner
 from coordinator.api.http.line_calls import LineCalls
@@ -111,8 +112,17 @@ async def end_the_time(redis_url: str, batch: Batch, *, after_lines: int) -> Non
     await registry.close()
 
 
+async def run_out(options: RunOptions, url: str, path: Path) -> None:
+    """Creates the batch of a file, whose time is up before anybody takes its answers."""
+    async with BatchClient.at(options, url) as client:
+        batch = await client.create(RequestFile.read(path))
+        batch = await follow.follow(client, batch, lambda _: None, lambda _: None)
+        assert batch["status"] == "expired"
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
 def test_lines_whose_time_was_up_run_the_next_time_and_no_others(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_followed: bool
 ) -> None:
     for owner, name, seconds in (
         (follow, "POLL_S", 0.05),
@@ -136,7 +146,10 @@ def test_lines_whose_time_was_up_run_the_next_time_and_no_others(
     source.write_bytes(b"".join(line(f"r{number}", body={**BODY, "user": f"{number}"}) + b"\n" for number in range(10)))
     row = {"path": str(source), "start": 0, "end": source.stat().st_size}
     with served(redis_url, tmp_path) as url:
-        runner = PieceRunner(RunOptions(file=str(source), output=str(output), ray=True), url, output.as_uri())
+        options = RunOptions(file=str(source), output=str(output), ray=True)
+        runner = PieceRunner(options, url, output.as_uri())
+        if not is_followed:
+            asyncio.run(run_out(options, url, source))
         (first,) = runner(row)
         assert (first["status"], first["num_completed"]) == ("expired", 2)
         is_stuck[0] = False

@@ -17,10 +17,11 @@ from coordinator.api.grpc.grpc_calls import GrpcCalls
 from coordinator.api.http.line_calls import LineCalls
 from coordinator.batches.batch import Batch
 from coordinator.batches.batch_desk import BatchDesk
-from outrider.errors import ModelNotFound
+from outrider.errors import ModelNotFound, NotFound
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.test_responses import keeping
+from tests.coordinator.test_resumption import Memory
 from tests.coordinator.test_several_models import PLAIN, Fleet, fleet, tokenizers
 
 __all__ = ["fleet", "tokenizers"]
@@ -47,16 +48,26 @@ class Door:
 
 
 @asynccontextmanager
-async def door(clusters: ClusterFactory, fleet: Fleet, models: Sequence[str] = ("small",)) -> AsyncIterator[Door]:
+async def door(
+    clusters: ClusterFactory,
+    fleet: Fleet,
+    models: Sequence[str] = ("small",),
+    *,
+    served: Sequence[str] = ("small", "large"),
+    registry: Any = None,
+) -> AsyncIterator[Door]:
     keys = {"some": new_key(), "all": new_key()}
     path = fleet.folder / "keys.toml"
     scopes = frozenset({Scope.GENERATE})
     path.write_text(
         entry(keys["some"], "search", scopes, None, "", models=models) + entry(keys["all"], "search", scopes, None, "")
     )
-    fleet.add("small", aliases=["mini"])
-    fleet.add("large", aliases=["maxi"])
-    async with fleet.open(clusters, fleet.targets(), settings={"api_keys_file": str(path)}) as cluster:
+    for name, alias in (("small", "mini"), ("large", "maxi")):
+        if name in served:
+            fleet.add(name, aliases=[alias])
+    targets = [fleet.target(name) for name in sorted(served)]
+    settings = {"api_keys_file": str(path)}
+    async with fleet.open(clusters, targets, settings=settings, registry=registry) as cluster:
         yield Door(cluster, keys, path)
 
 
@@ -147,7 +158,7 @@ class Created:
         return 1e9
 
 
-def room_for(num_sequences: int) -> nullcontext[None]:
+def room_for(model: str, num_sequences: int) -> nullcontext[None]:
     """There is room for every line."""
     return nullcontext()
 
@@ -164,13 +175,19 @@ async def test_a_batch_line_reaches_no_other(clusters: ClusterFactory, fleet: Fl
             batch = Batch.from_fields(created.fields)
             body = json.dumps({"model": "maxi", "prompt": "import", **PLAIN}).encode()
             if may_ask:
+                lines.check_body(batch, "/v1/completions", body)
                 assert (await lines.run(batch, "/v1/completions", body, "r", room_for)).status == 200
                 assert "models" not in created.fields["about"], "replicas of an older release read it, too"
                 continue
             with pytest.raises(ModelNotFound) as refusal:
                 await lines.run(batch, "/v1/completions", body, "r", room_for)
             assert lines.failure(refusal.value, "r").status == 404
+            # The check of its file has refused it, and tells no more.
+            for name in (b"maxi", b"large", b"nope"):
+                with pytest.raises(ModelNotFound, match=r"or you do not have access to it; there is small$"):
+                    lines.check_body(batch, "/v1/completions", body.replace(b"maxi", name))
             own = body.replace(b"maxi", b"small")
+            lines.check_body(batch, "/v1/completions", own)
             assert (await lines.run(batch, "/v1/completions", own, "r", room_for)).status == 200
 
 
@@ -196,6 +213,46 @@ async def test_a_stored_response_of_another_model_is_as_one_that_is_not_kept(
         assert (await one.send("some", path, other)).status_code == 404
         assert (await one.send("some", f"{path}/resp_large", method="DELETE")).status_code == 404
         assert (await one.send("all", f"{path}/resp_large", method="DELETE")).status_code == 200
+
+
+async def test_a_stream_of_another_model_is_as_one_that_does_not_exist(clusters: ClusterFactory, fleet: Fleet) -> None:
+    memory: Any = Memory()
+    body = CALLS["/v1/completions"] | {"model": "large", "stream": True}
+    body |= {"stream_options": {"include_event_ids": True}}
+    async with door(clusters, fleet, registry=memory) as one:
+        await one.send("all", "/v1/completions", body, **{"X-Request-Id": "r1"})
+        service = one.cluster.service
+        asked = generation_pb2.GenerationRequest(
+            model="large", prompt="import", request_id="g1", sampling=common_pb2.SamplingParams(max_tokens=8)
+        )
+        calls = GrpcCalls(service)
+        by_key = {key: (("authorization", f"Bearer {one.keys[key]}"),) for key in one.keys}
+        (first, *_) = [chunk async for chunk in await calls.generate(asked, by_key["all"])]
+        assert service.streams.journal is not None
+        await service.streams.journal._flush()
+        found = [await one.send("some", f"/v1/streams/{each}", method="GET") for each in ("r1", "none")]
+        assert [answer.status_code for answer in found] == [404, 404]
+        assert told(found[0]).replace("r1", "none") == told(found[1])
+        assert (await one.send("all", "/v1/streams/r1", method="GET")).status_code == 200
+        again = generation_pb2.GenerationRequest(
+            request_id="g1", run=first.run, resume_from=[generation_pb2.ResumePoint(num_tokens=1)]
+        )
+        with pytest.raises(NotFound, match="there is no stream g1 to resume"):
+            _ = [chunk async for chunk in await calls.generate(again, by_key["some"])]
+        assert [chunk async for chunk in await calls.generate(again, by_key["all"])]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions"])
+async def test_the_only_model_is_not_meant_by_a_key_that_may_not_use_it(
+    clusters: ClusterFactory, fleet: Fleet, path: str
+) -> None:
+    """Neither by one whose model has been retired."""
+    del fleet.entries["small"]
+    async with door(clusters, fleet, ["retired"], served=["large"]) as one:
+        answer = await one.send("some", path, CALLS[path])
+        assert answer.status_code == 503
+        assert "no target worker of your models is live" in answer.text
+        assert (await one.send("all", path, CALLS[path])).status_code == 200
 
 
 async def test_of_several_models_of_a_key_one_must_be_named(clusters: ClusterFactory, fleet: Fleet) -> None:

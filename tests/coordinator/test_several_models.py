@@ -26,6 +26,7 @@ from outrider.registry.worker_record import Snapshot
 from outrider.security import watched_files
 from outrider.text.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2, generation_pb2
+from tests.coordinator.batches.desks import a_batch
 from tests.coordinator.conftest import TEXT, Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually
 from tests.coordinator.test_resumption import Memory
@@ -167,11 +168,11 @@ class TestEachRequest:
             lines = LineCalls(cluster.service)
             for name in NAMES:
                 body = json.dumps({"model": name, "prompt": "import", **PLAIN}).encode()
-                lines.check_body("/v1/completions", body)
+                lines.check_body(a_batch(), "/v1/completions", body)
                 asked = lines._read("/v1/completions", body, "r")
                 assert asked.inputs[0].model == name
             with pytest.raises(ModelNotFound):
-                lines.check_body("/v1/completions", body.replace(b"small", b"tiny"))
+                lines.check_body(a_batch(), "/v1/completions", body.replace(b"small", b"tiny"))
 
     async def test_follows_a_grammar_of_its_vocabulary(self, clusters: ClusterFactory, fleet: Fleet) -> None:
         targets = fleet.targets()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Final
 
 from coordinator.access.api_keys import Caller
@@ -26,6 +26,7 @@ from coordinator.recovery.journal_entry import JournalEntry
 from coordinator.recovery.resumption import Claim, ResumePoint
 from coordinator.request.choices import ChoiceOutput, RequestFinished
 from coordinator.service.generation_service import GenerationService
+from coordinator.service.streams import hiding_model
 from outrider.errors import InvalidRequest, NotFound
 from outrider.objective import Objective
 from outrider.sampling_params import (
@@ -111,14 +112,15 @@ async def generate(
     fill_defaults(request)
     points, recollection = _read_position(request), None
     claim = Claim.of(request.run, points, "run")
+    is_by_id = bool(points) and request.WhichOneof("input") is None
     if points:
-        has_input = request.WhichOneof("input") is not None
-        look_up = service.streams.recall if has_input else service.streams.look_up
+        look_up = service.streams.look_up if is_by_id else service.streams.recall
         recollection = await look_up(request.request_id, origin.caller)
-        if not has_input:
+        if is_by_id:
             request = _begun_as(request.request_id, recollection.entry)
     has_begun = recollection is not None and recollection.has_begun(claim)
-    spec = await service.prepare(read_request(request, origin), has_begun=has_begun)
+    with hiding_model(request.request_id, origin.caller) if is_by_id else nullcontext():
+        spec = await service.prepare(read_request(request, origin), has_begun=has_begun)
     resumption = None
     if recollection is not None:
         if len(points) != spec.num_choices:

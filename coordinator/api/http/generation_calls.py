@@ -38,7 +38,7 @@ from coordinator.recovery.resumption import Resumption, StreamPosition, parse_po
 from coordinator.request.choices import ChoiceOutput, RequestFinished
 from coordinator.service.generation_service import GenerationService
 from coordinator.service.prompts import generate_each
-from coordinator.service.streams import Recollection
+from coordinator.service.streams import Recollection, hiding_model
 from outrider.errors import InvalidRequest, NotFound, OutriderError
 from outrider.observability.tracing import TRACEPARENT
 
@@ -80,7 +80,8 @@ class GenerationCalls:
         if entry.kind not in CALLS:
             raise NotFound(f"the stream {request_id} was begun over gRPC, where it can be resumed", "request_id")
         request.state.request_id = request_id
-        return await self._answer(request, entry.kind, entry.payload, recollection)
+        with hiding_model(request_id, caller_of(request)):
+            return await self._answer(request, entry.kind, entry.payload, recollection)
 
     async def _generate(self, request: Request, kind: Kind) -> Response:
         # The header proves nothing: `_answer` looks up whether the stream has begun, and checks it if not.

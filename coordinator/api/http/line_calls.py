@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from coordinator.access.api_keys import ANYBODY, Caller, Scope, TenantLimits
+from coordinator.access.api_keys import Caller, Scope, TenantLimits
 from coordinator.api.answer.openai_response import error_body
 from coordinator.api.http.calls import CALLS, Asked, Referring
 from coordinator.api.http.generation_calls import internal_error, whole_answer
@@ -24,6 +25,7 @@ from coordinator.api.schema.translated_body import renamed_errors
 from coordinator.batches.batch import Batch
 from coordinator.batches.batch_lines import LineResult
 from coordinator.batches.batch_runner import Hold
+from coordinator.batches.line_room import RoomSize
 from coordinator.intake.generation_request import (
     PRIORITY_MAX,
     GenerationInput,
@@ -59,21 +61,24 @@ class LineCalls:
         # One long line at a time: the threads for large requests, and the places to wait for them, are others' first.
         self._long_lines = asyncio.Semaphore(1)
 
-    def check_body(self, url: str, body: bytes) -> None:
+    def check_body(self, batch: Batch, url: str, body: bytes) -> None:
         """Checks a line as far as its text tells. Raises InvalidRequest, or NotFound for the model."""
         asked = self._read(url, body, "line")
         with renamed_errors(asked.names):
             for each in asked.inputs:
                 check_input(each)
-        # There may be a target later. Whether its key is for the model is judged when the line runs.
-        with suppress(Unavailable):
-            self._service.catalog.find(asked.inputs[0].model, ANYBODY)
+        with suppress(Unavailable):  # there may be a target later
+            self._service.catalog.find(asked.inputs[0].model, _caller_of(batch))
 
-    def room(self) -> int:
-        """How many sequences of lines this replica may run: as many as the targets have slots for them, and at most
-        half as many as other requests may be."""
-        most = min(SEQUENCES_MAX, self._service.background_max)
-        return min(most, sum(background_slots(target) for target in self._service.snapshot().targets))
+    def room(self) -> RoomSize:
+        """How many sequences of lines this replica may run: of each model as many as its targets have slots for them,
+        and of all at most half as many as other requests may be."""
+        num_slots: Counter[str] = Counter()
+        names = self._service.catalog.names()
+        for target in self._service.snapshot().targets:
+            if target.model_name in names:
+                num_slots[target.model_name] += background_slots(target)
+        return RoomSize(min(SEQUENCES_MAX, self._service.background_max), num_slots)
 
     async def run(self, batch: Batch, url: str, body: bytes, request_id: str, hold: Hold) -> LineResult:
         """Runs a line. Raises as GenerationService.prepare and GenerationService.generate."""
@@ -81,9 +86,10 @@ class LineCalls:
         turn = nullcontext() if len(body) <= SMALL_BODY_BYTES else self._long_lines
         async with turn:
             asked = await unless_small(service.threads, body, lambda: self._read(url, body, request_id))
-        async with hold(num_sequences(asked.inputs)):
+        caller = _caller_of(batch)
+        model = service.catalog.find(asked.inputs[0].model, caller).name
+        async with hold(model, num_sequences(asked.inputs)):
             arrival_s = service.environment.now_s()
-            caller = Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes, batch.models)
             async with turn:
                 with renamed_errors(asked.names):
                     specs = [in_background(await service.prepare(self._input(each, caller))) for each in asked.inputs]
@@ -112,6 +118,11 @@ class LineCalls:
         tenant = asked.tenant if caller.tenant is None else caller.tenant
         deadline_s = asked.deadline_s or self._service.environment.settings.deadline_max_s
         return replace(asked, origin=Origin(caller), tenant=tenant, deadline_s=deadline_s, priority=PRIORITY_MAX)
+
+
+def _caller_of(batch: Batch) -> Caller:
+    """The key that created a batch, without its limits."""
+    return Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes, batch.models)
 
 
 def in_background(spec: GenerationSpec) -> GenerationSpec:

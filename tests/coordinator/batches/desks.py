@@ -16,10 +16,12 @@ from coordinator.batches.batch_runner import Hold
 from coordinator.batches.file_store import FileStore, FolderStore, one_piece
 from coordinator.batches.files import Files
 from coordinator.batches.line_journal import LineJournal
+from coordinator.batches.line_room import RoomSize
 from outrider.errors import InvalidRequest
 from outrider.registry.registry import Registry
 
 ENDPOINT = "/v1/completions"
+MODEL = "any"
 
 
 def desk_over(
@@ -37,6 +39,12 @@ def line(custom_id: str, /, **changes: Any) -> bytes:
 
 def lines(num: int) -> bytes:
     return b"".join(line(f"r{number}") + b"\n" for number in range(num))
+
+
+def a_batch(**changes: Any) -> Batch:
+    """A record of a batch."""
+    fields: dict[str, Any] = {"batch_id": "batch_1", "tenant": None, "input_file_id": "file-1", "endpoint": ENDPOINT}
+    return Batch(**fields | {"window": WINDOW, "created_at": 1, "expires_at": 2} | changes)
 
 
 async def created(desk: BatchDesk, content: bytes, caller: Caller = ANYBODY) -> Batch:
@@ -93,17 +101,17 @@ class EchoLines:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    def check_body(self, url: str, body: bytes) -> None:
+    def check_body(self, batch: Batch, url: str, body: bytes) -> None:
         if "prompt" not in json.loads(body):
             raise InvalidRequest("prompt", "parameter 'prompt' is required")
 
-    def room(self) -> int:
-        return self.num_room
+    def room(self) -> RoomSize:
+        return RoomSize(self.num_room, {MODEL: self.num_room})
 
     async def run(self, batch: Batch, url: str, body: bytes, request_id: str, hold: Hold) -> LineResult:
         content = json.loads(body)
         prompt, num = content["prompt"], content.get("n", 1)
-        async with hold(num):
+        async with hold(MODEL, num):
             self.runs.append(prompt)
             self.num_running += num
             self.most = max(self.most, self.num_running)

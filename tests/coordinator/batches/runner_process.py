@@ -15,7 +15,7 @@ from coordinator.batches.batch import Batch
 from coordinator.batches.batch_lines import LineResult
 from coordinator.batches.batch_runner import BatchRunner, Hold
 from outrider.registry.registry import Registry
-from tests.coordinator.batches.desks import EchoLines, desk_over
+from tests.coordinator.batches.desks import MODEL, EchoLines, desk_over
 
 
 class LoggedLines(EchoLines):
@@ -26,7 +26,7 @@ class LoggedLines(EchoLines):
         self._log = log
 
     async def run(self, batch: Batch, url: str, body: bytes, request_id: str, hold: Hold) -> LineResult:
-        async with hold(1):
+        async with hold(MODEL, 1):
             await asyncio.sleep(random.uniform(0.1, 0.5))
         prompt = json.loads(body)["prompt"]
         with self._log.open("a") as log:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,11 +32,11 @@ from outrider.errors import (
     Unavailable,
     WorkerLost,
 )
-from tests.coordinator.batches.desks import ENDPOINT, EchoLines, line, lines
+from tests.coordinator.batches.desks import ENDPOINT, EchoLines, a_batch, line, lines
 
 
 def checked(content: bytes, piece_bytes: int = 1 << 20) -> tuple[FileCheck, LineIndex]:
-    check = FileCheck(ENDPOINT, EchoLines().check_body)
+    check = FileCheck(ENDPOINT, partial(EchoLines().check_body, a_batch()))
     for start in range(0, len(content), piece_bytes):
         feed(check, content[start : start + piece_bytes])
     return check, check.end()
@@ -57,17 +58,12 @@ class TestStates:
         assert set(sources_of(BatchState.CANCELLING)) == {BatchState.VALIDATING, BatchState.IN_PROGRESS}
 
     def test_a_record_comes_back_as_it_was(self) -> None:
-        batch = Batch(
-            batch_id="batch_1", tenant="search", input_file_id="file-1", endpoint=ENDPOINT, window="24h",
-            metadata={"a": "b"}, created_at=1, expires_at=2,
-        )  # fmt: skip
+        batch = a_batch(tenant="search", metadata={"a": "b"})
         assert Batch.from_fields(batch.to_fields()) == batch
 
     @pytest.mark.parametrize("change", [{"about": "{}"}, {"state": "odd"}, {"num_failed": "1"}, {"about": "["}])
     def test_a_damaged_record_is_refused(self, change: dict[str, str]) -> None:
-        batch = Batch(
-            batch_id="b", tenant=None, input_file_id="f", endpoint=ENDPOINT, window="24h", created_at=1, expires_at=2
-        )
+        batch = a_batch()
         with pytest.raises(ValueError):  # noqa: PT011
             Batch.from_fields(batch.to_fields() | change)
 
@@ -173,7 +169,7 @@ class TestCheck:
         assert check.is_over
 
     def test_a_line_without_end_is_refused_before_it_is_all_there(self) -> None:
-        check = FileCheck(ENDPOINT, EchoLines().check_body)
+        check = FileCheck(ENDPOINT, partial(EchoLines().check_body, a_batch()))
         for _ in range(9):
             feed(check, b"x" * (1 << 20))
         assert [each["code"] for each in check.errors] == ["line_too_long"]

@@ -148,7 +148,11 @@ class TestSequences:
         service = EchoLines(room=10, delay_s=0.005)
         content = b"".join(line(f"r{n}", body={"prompt": f"r{n}", "n": 1 + n % 8}) + b"\n" for n in range(40))
         batches = [await created(desk, content) for _ in range(3)]
+        service.gate.clear()
         async with BatchRunner(desk, service, poll_s=0.05):
+            # In whatever order they come, the lines that fit leave less room than the next one needs.
+            await eventually(lambda: service.num_running >= 9, "as many lines run as there is room for", 30)
+            service.gate.set()
             for batch in batches:
                 assert (await until(desk, batch, over)).counts.num_completed == 40
         assert service.most <= 10
@@ -200,16 +204,17 @@ class TestTheStorage:
         may_go_on, has_begun = threading.Event(), threading.Event()
 
         class Slow(EchoLines):
-            def check_body(self, url: str, body: bytes) -> None:
+            def check_body(self, batch: Batch, url: str, body: bytes) -> None:
                 has_begun.set()
                 assert may_go_on.wait(30)
 
         batch = await created(desk, lines(3))
-        async with BatchRunner(desk, Slow(), poll_s=0.05):
+        async with BatchRunner(desk, Slow(), poll_s=0.05) as runner:
             await eventually(has_begun.is_set, "the file is being checked")
             if ends == "cancelled":
+                ((_, checking),) = runner._batch_tasks._tasks.values()
                 await desk.cancel(ANYBODY, batch.batch_id)
-                await asyncio.sleep(0.1)
+                await eventually(lambda: checking.cancelling() > 0, "its check has been cancelled", 30)
             else:  # as another process would say that takes this one for dead
                 await desk.journal.move(batch.batch_id, BatchState.FAILED)
             may_go_on.set()

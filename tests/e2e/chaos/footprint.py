@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from outrider.registry.redis_connection import MAX_CONNECTIONS
 from tests.e2e.chaos.fleet import Fleet
 
 IDLE_METRICS = {
@@ -25,7 +26,10 @@ IDLE_METRICS = {
     "draft": ("outrider_draft_sessions",),
     "coordinator": ("outrider_num_requests_running", "outrider_num_requests_waiting"),
 }
-DESCRIPTORS_MORE = 32  # connections come and go; pools of those to Redis grow with the sequences that begin at once
+DESCRIPTORS_MORE = 16  # connections come and go, those to Redis apart
+# A pool of connections to Redis grows with the calls that are under way at once, and keeps what a burst has needed. A
+# replica has three: of its background tasks, of its requests, and of its batches. Other processes have one.
+REDIS_CONNECTIONS_MAX = 3 * MAX_CONNECTIONS
 NOT_OURS = ("this one", "log_monitor")  # Ray's keeps the logs of replicas that were killed open, two of each
 MEMORY_MORE_SHARE = 0.3
 MEMORY_MORE_BYTES = 128 << 20  # pools, and KV blocks touched for the first time
@@ -44,6 +48,7 @@ class Footprint:
     memory_bytes: dict[str, int] = field(default_factory=dict)  # resident
     redis_keys: set[str] = field(default_factory=set)
     connections: dict[str, str] = field(default_factory=dict)  # most frequent ones, in words
+    num_to_redis: dict[str, int] = field(default_factory=dict)  # of the descriptors
 
 
 async def until_idle(fleet: Fleet, timeout_s: float) -> str | None:
@@ -77,6 +82,7 @@ async def _busy(fleet: Fleet) -> list[str]:
 async def measure(fleet: Fleet) -> Footprint:
     """Measures the resources that the fleet holds now."""
     found = Footprint(redis_keys=await fleet.redis_keys())
+    redis_port = int(fleet.redis.link.address.rpartition(":")[2])
     processes = {worker.name: psutil.Process(worker.pid) for worker in fleet.workers.values()}
     processes["this one"] = psutil.Process(os.getpid())
     for index, coordinator in enumerate(fleet.coordinators):
@@ -91,6 +97,8 @@ async def measure(fleet: Fleet) -> Footprint:
             found.num_descriptors[name] = process.num_fds()
             found.memory_bytes[name] = process.memory_info().rss
             found.connections[name] = _connections(process)
+            connections = process.net_connections("tcp")
+            found.num_to_redis[name] = sum(bool(each.raddr) and each.raddr.port == redis_port for each in connections)
     return found
 
 
@@ -99,11 +107,14 @@ def leaks(before: Footprint, after: Footprint) -> list[str]:
     A worker that was started anew is compared with its first life."""
     found = []
     for name in before.num_descriptors.keys() & after.num_descriptors.keys():
-        then, now = before.num_descriptors[name], after.num_descriptors[name]
+        redis_then, redis_now = before.num_to_redis.get(name, 0), after.num_to_redis.get(name, 0)
+        then, now = before.num_descriptors[name] - redis_then, after.num_descriptors[name] - redis_now
         if now > then + DESCRIPTORS_MORE and not any(each in name for each in NOT_OURS):
             found.append(
                 f"{name} holds {now} file descriptors, {then} before; now {after.connections.get(name) or 'unknown'}"
             )
+        if redis_now > REDIS_CONNECTIONS_MAX:
+            found.append(f"{name} holds {redis_now} connections to Redis, more than its pools may have")
         bytes_then, bytes_now = before.memory_bytes[name], after.memory_bytes[name]
         if bytes_now > bytes_then * (1 + MEMORY_MORE_SHARE) + MEMORY_MORE_BYTES:
             found.append(f"{name} holds {bytes_now >> 20} MiB of memory, {bytes_then >> 20} before")

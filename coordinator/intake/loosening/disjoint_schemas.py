@@ -25,6 +25,7 @@ _PAIR: Final = 32
 _READ: Final = 16
 """The effort to read a value or a name, beside one for every four characters of a value."""
 _NONE: Final[frozenset[str]] = frozenset()
+_OBJECT: Final = frozenset({"object"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class DisjointSchemas:
             return True
         if first.values is not None and second.values is not None:
             return not first.values & second.values
-        if first.types != {"object"} or second.types != {"object"} or depth == _DEPTH_MAX:
+        if first.types != _OBJECT or second.types != _OBJECT or depth == _DEPTH_MAX:
             return False
         if _forbids_any(second, first.required) or _forbids_any(first, second.required):
             return True

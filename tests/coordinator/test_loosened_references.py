@@ -77,7 +77,12 @@ _TREE: Any = {"type": "object", "properties": {"path": STRING}, "required": ["pa
     ("schema", "value"),
     [
         (  # the first alternative permits nothing
-            {"properties": {"x": {"anyOf": [{"not": {}}, _TREE]}, "y": {"$ref": "#/properties/x/anyOf/1"}}},
+            {
+                "properties": {
+                    "x": {"anyOf": [{"not": {}}, _TREE, {"type": "null"}]},
+                    "y": {"$ref": "#/properties/x/anyOf/1"},
+                }
+            },
             {"y": {"path": "a"}},
         ),
         (  # `oneOf` is written by `allOf`, which is there

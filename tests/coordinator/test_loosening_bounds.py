@@ -16,7 +16,9 @@ from coordinator.intake.loosening.schema_references import References
 from tests.coordinator.test_loosened_schema import refusal
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 10**400, -(10**400)], ids=str)
+@pytest.mark.parametrize(
+    "value", [math.inf, -math.inf, math.nan, 10**400, -(10**400)], ids=["inf", "-inf", "nan", "huge", "-huge"]
+)
 @pytest.mark.parametrize(
     "name",
     [

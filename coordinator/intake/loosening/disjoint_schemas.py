@@ -30,7 +30,7 @@ _OBJECT: Final = frozenset({"object"})
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What a schema says of itself. It keeps the schema, so that no other one gets its id."""
+    """Facts that a schema states. They keep the schema, so that no other one gets its id."""
 
     schema: Mapping[str, Any]
     types: frozenset[str] | None  # that it permits; None if it does not say. An integer is a number

@@ -29,7 +29,7 @@ class DraftModel:
         MODEL, "name", shows="the model folder's name",
     )  # fmt: skip
     target_tokenizer: Path | None = setting(
-        None, "the target's model folder, or one with its tokenizer.json: hints use its token ids",
+        None, "the target's model folder, or one with its tokenizer's files: hints use its token ids",
         MODEL, "folder", shows="the draft has the same",
     )  # fmt: skip
     allow_heterogeneous_vocab: bool = setting(

@@ -63,7 +63,7 @@ class OutriderError(Exception):
 
 
 def _shortened(message: str) -> str:
-    """Removes the middle of a message that is too long: messages quote input, which may be megabytes."""
+    """Removes the middle of a text that is too long: messages and parameters quote input, which may be megabytes."""
     encoded = message.encode(errors="replace")
     if len(encoded) <= MESSAGE_BYTES_MAX:
         return message
@@ -86,7 +86,7 @@ class InvalidRequest(OutriderError):
 
     def __init__(self, parameter: str | None, message: str) -> None:
         super().__init__(message)
-        self.parameter = parameter
+        self.parameter = None if parameter is None else _shortened(parameter)
 
 
 class ContextExceeded(InvalidRequest):
@@ -142,7 +142,7 @@ class NotFound(OutriderError):
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
-        self.parameter = parameter
+        self.parameter = None if parameter is None else _shortened(parameter)
 
 
 class ModelNotFound(NotFound):
@@ -165,7 +165,7 @@ class Conflict(OutriderError):
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
-        self.parameter = parameter
+        self.parameter = None if parameter is None else _shortened(parameter)
 
 
 class Overloaded(OutriderError):

@@ -17,7 +17,7 @@ class MemoryOptions:
     """Settings of the tokens that are remembered, and of the process. Raises ConfigurationError, naming the flag."""
 
     tokenizer: Path = setting(
-        REQUIRED, "the target's model folder, or one with its tokenizer.json, whose token ids are remembered",
+        REQUIRED, "the target's model folder, or one with its tokenizer's files, whose token ids are remembered",
         MODEL, "folder",
     )  # fmt: skip
     served_model_name: str = setting(

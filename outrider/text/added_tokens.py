@@ -22,7 +22,7 @@ def tokens_beside(model_dir: Path, description: Mapping[str, Any]) -> list[dict[
     """
     vocab = description["model"]["vocab"]
     known = set(vocab) if isinstance(vocab, dict) else {row[0] for row in vocab}
-    known |= {token["content"] for token in description["added_tokens"]}
+    known |= {token["content"] for token in description.get("added_tokens") or []}
     if not any(name not in known for name in _named_tokens(model_dir)):
         return []
     added = read_folder(model_dir).backend_tokenizer.get_added_tokens_decoder()

@@ -21,6 +21,7 @@ from typing import Any, Final
 import tokenizers
 
 from outrider.errors import ConfigurationError
+from outrider.text.added_tokens import tokens_beside
 from outrider.text.chat_template import ChatTemplates, read_folder
 
 LONG_TEXT_CHARS: Final = 8192
@@ -39,9 +40,9 @@ _COSMETIC_KEYS: Final = frozenset({"trim_offsets", "dropout"})
 def fingerprint(model_dir: Path) -> str:
     """Identifies the meaning of a tokenizer's ids, as 16 hexadecimal characters.
 
-    Covers model type and options, vocabulary, merges, normalizer, pre-tokenizer and added tokens. Leaves out padding,
-    truncation, offsets, the post-processor and decoder, the order of entries and the layout of the file. Ignores the
-    rows of the model's embedding, so padding them changes nothing.
+    Covers model type and options, vocabulary, merges, normalizer, pre-tokenizer and added tokens, also those that stand
+    in other files of the folder. Leaves out padding, truncation, offsets, the post-processor and decoder, the order of
+    entries and the layout of the file. Ignores the rows of the model's embedding, so padding them changes nothing.
 
     Raises ConfigurationError when `tokenizer.json` is missing or invalid.
     """
@@ -49,7 +50,8 @@ def fingerprint(model_dir: Path) -> str:
     model = description.get("model")
     if not isinstance(model, dict) or "vocab" not in model:
         raise ConfigurationError(f"{model_dir / 'tokenizer.json'} has no model with a vocabulary")
-    added = [{key: token.get(key) for key in _ADDED_TOKEN_KEYS} for token in description.get("added_tokens") or []]
+    added_tokens = [*(description.get("added_tokens") or []), *tokens_beside(model_dir, description)]
+    added = [{key: token.get(key) for key in _ADDED_TOKEN_KEYS} for token in added_tokens]
     canonical = {
         "vocab": _canonical_vocab(model["vocab"], added),
         "merges": [canonical_merge(merge) for merge in model.get("merges") or []],

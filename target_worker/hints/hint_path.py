@@ -24,7 +24,7 @@ from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import Branch, Hint, HintTree
 from target_worker.hints.branches import USUAL_PRICES, BranchSearch, LikelyBranch, RowPrices
-from target_worker.hints.choices import drawn_chances, takes_the_place
+from target_worker.hints.choices import drawn_chances, may_compete, takes_the_place
 from target_worker.hints.local_source import NOTHING_LOCAL, HintKind, LocalProposal, LocalSource, best_proposal
 
 
@@ -42,7 +42,8 @@ class HintPath:
     branches: Sequence[LikelyBranch] = ()
     max_fed: int = field(default=0, compare=False)  # hints in all, where there are branches
     is_always: bool = False  # all of the path is fed, whatever it is worth
-    is_predicted: bool = field(default=False, compare=False)  # whether its client's prediction asks for rows
+    # Hints before those of its client's prediction, which ask for rows of their own; None without such.
+    num_before_prediction: int | None = field(default=None, compare=False)
 
     @property
     def expected(self) -> float:
@@ -88,6 +89,10 @@ class HintPath:
         """Hints that a step feeds which counts on so many."""
         return num_counted_on if self.branches else min(num_counted_on, self.num_feedable)
 
+    def is_all(self, num_verified: int) -> bool:
+        """Whether so many hints of a draft worker are all that the path had, of more that it could have had."""
+        return num_verified == sum(map(is_remote, self.hints)) and num_verified <= len(self.chances)
+
     def for_step(self, num_fed: int) -> tuple[list[Hint], list[Branch]]:
         """The path's hints and the branches that a step with `num_fed` fed hints verifies: of the path one more than
         fed, where there is one."""
@@ -125,7 +130,8 @@ class HintSources:
     """The sources of one session's hints; None for a source that it lacks."""
 
     tree: HintTree | None  # of a draft worker whose hints are accepted
-    acceptance: Sequence[float]  # rate by position in a block, given that the hints before were accepted
+    # Rate by position in a block, given that the hints before were accepted; of drawn ones, that they are there, too.
+    acceptance: Sequence[float]
     local: Sequence[LocalSource]
     grammar: GrammarState | None  # has consumed all committed output
     # Calibrates the draft's confidence; None under rejection sampling, which must not use it (I4).
@@ -209,13 +215,11 @@ def choose_path(
     branches = sources.branches(hints[:num_feedable], stop_token_ids, max_drafted)
     chances = sources.chances(hints, local, num_feedable, max_drafted)
     # Behind drawn hints a prediction has no rows of its own, and whether it goes on there follows from them (I4).
-    is_predicted = (
-        local.source is not None
-        and local.source.kind is HintKind.PREDICTION
-        and not (sources.are_drawn and any(map(is_remote, hints)))
-    )
+    first = None
+    if not (sources.are_drawn and any(map(is_remote, hints))):
+        first = next((index for index, hint in enumerate(hints) if hint.node_id == HintKind.PREDICTION), None)
     max_fed = max(max_fed, num_feedable)
-    return HintPath(hints, num_feedable, local, chances, branches, max_fed, is_predicted=is_predicted)
+    return HintPath(hints, num_feedable, local, chances, branches, max_fed, num_before_prediction=first)
 
 
 def _open_path(
@@ -223,8 +227,9 @@ def _open_path(
 ) -> tuple[list[Hint], LocalProposal]:
     """The draft's path, continued by a local source if it has fewer than `max_len` hints, or a local path."""
     hints = sources.tree.primary_path(max_len) if sources.tree is not None else []
-    local = best_proposal(sources.local, committed, [], max_local_len)
-    if takes_the_place(local, sources.promise(hints, max_len), are_drawn=sources.are_drawn):
+    competing = [each for each in sources.local if not (hints and sources.are_drawn) or may_compete(each.kind)]
+    local = best_proposal(competing, committed, [], max_local_len)
+    if takes_the_place(local, sources.promise(hints, max_len)):
         return local.hints(), local
     if len(hints) == max_len:
         return hints, NOTHING_LOCAL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,7 @@ from outrider.hints.step_cost import StepLine
 from outrider.sampling_params import BACKGROUND_PRIORITY, DecodingMode, SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
 from target_worker.hints.branches import RowPrices, observe_alternatives
-from target_worker.hints.choices import CERTAIN_MATCH
+from target_worker.hints.choices import CERTAIN_MATCH, new_presence, observe_presence
 from target_worker.hints.head_hints import HeadHints
 from target_worker.hints.hint_path import HintPath, HintSources, calibrate, choose_path, is_remote
 from target_worker.hints.local_source import LocalSource
@@ -107,6 +108,7 @@ class Session:
     of_branches: Calibration | None = None  # the same for hints beside the path; None: none are verified
     tree: HintTree = field(default_factory=HintTree)
     acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
+    presence: BlockAcceptance = field(default_factory=new_presence)  # of drawn hints
     timing: HintTiming = field(default_factory=HintTiming)
     local: Sequence[LocalSource] = ()
     head: HeadHints | None = None  # one of `local`
@@ -203,14 +205,15 @@ class Session:
         return self.wants_hints and not self.intake.is_paused
 
     def hint_path(self, limits: SchedulerLimits, line: StepLine | None = None, num_sessions: int = 1) -> HintPath:
-        """Chooses the hints to verify next, one more than may be fed: the last position is verified without being
-        fed. line: cost of the step, with so many sessions; None: without branches."""
+        """Chooses the hints to verify next, one more than may be fed. line: cost of a step; None: no branches."""
         if not self._has_hint_source():
             self.path = NO_PATH
             return self.path
         tree = self.tree if self.accepts_hints else None
         limit = self.hint_limit(limits.num_speculative_tokens)
-        chances = self.acceptance.chances(limit + 1) if tree is not None else ()
+        chances = self.acceptance.chances(limit + 1) if tree is not None else []
+        if self.calibration is None:
+            chances = [*map(operator.mul, chances, self.presence.chances(len(chances)))]
         sources = HintSources(tree, chances, self.local, self.grammar, self.calibration)
         if line is not None and self.of_branches is not None:
             prices = RowPrices.at(line, num_sessions, self.committed_len)
@@ -222,8 +225,7 @@ class Session:
         return self.path
 
     def logit_context(self, hints: list[Hint], num_rows: int, branches: Sequence[Branch] = ()) -> LogitContext:
-        """Returns the tokens before each of `num_rows` positions, with `hints[i]` at the i-th; the last ones follow
-        branches."""
+        """Returns the tokens before each of `num_rows` positions: `hints[i]` at the i-th, the last behind branches."""
         hinted_ids = [hint.token_id for hint in hints]
         continuations = [hinted_ids[:row] for row in range(num_rows - len(branches))]
         for branch in branches:
@@ -248,8 +250,7 @@ class Session:
         return self.grammar is not None and is_forced_next(self.grammar)
 
     def prompt_targets(self, start: int, num_tokens: int) -> list[int]:
-        """Prompt tokens whose log probabilities the rows of tokens [start, start + num_tokens) give; [] if all were
-        sent."""
+        """Prompt tokens that the rows of tokens [start, start + num_tokens) score; [] if all were sent."""
         end = min(start + num_tokens + 1, self.num_prompt_tokens)
         if self.sampling.num_prompt_logprobs is None or end <= self.num_scored:
             return []
@@ -261,8 +262,7 @@ class Session:
         return self.sampling.num_prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens
 
     def score(self, first: int, logprobs: list[TokenLogprobs]) -> list[Action]:
-        """Takes log probabilities of the prompt tokens from `first` on; those sent before a preemption are not sent
-        again."""
+        """Takes log probabilities of the prompt tokens from `first` on; those sent before a preemption are left out."""
         num_told = max(self.num_scored - first, 0)
         self.num_scored = first + len(logprobs)
         return [PromptScored(self.session_id, first + num_told, logprobs[num_told:])]
@@ -298,7 +298,7 @@ class Session:
 
     def reset_draft_statistics(self, now: float, usual: HintTiming) -> None:
         """Resets what was learned from an earlier draft worker; it does not apply to the new one."""
-        self.acceptance = BlockAcceptance()
+        self.acceptance, self.presence = BlockAcceptance(), new_presence()
         self.timing = usual.fresh(now)
 
     def subscribe(self, event: SubscribeDraft) -> list[Action]:
@@ -324,8 +324,7 @@ class Session:
         ]
 
     def commit(self, verdict: Verdict, item: StepItem) -> CommitOutcome:
-        """Appends the tokens of a verdict up to a stop token, the grammar's end or the length limit, and rolls the KV
-        back. `item`: the session's part in the step."""
+        """Appends a verdict's tokens up to a stop token, the grammar's end or the length limit; rolls the KV back."""
         if not verdict.token_ids:
             self.kv.truncate(min(self.kv.length, self.committed_len - 1))
             return CommitOutcome([], [], 0, 0, 0, 0, 0, (), 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
@@ -371,8 +370,7 @@ class Session:
         )
 
     def _learn(self, verdict: Verdict, item: StepItem) -> tuple[int, int]:
-        """Updates acceptance statistics; returns (verified, accepted) counts of the draft worker's hints on the path
-        only."""
+        """Updates acceptance statistics; returns (verified, accepted) counts of a draft worker's hints on the path."""
         hints = item.hints
         if not hints:  # the usual step of a session without a draft, where every microsecond is one between steps
             return 0, 0
@@ -382,6 +380,8 @@ class Session:
         if num_verified:
             if self.calibration is not None:
                 calibrate(self.calibration, hints, verdict.num_matched, self.acceptance.chances(len(hints)))
+            else:
+                observe_presence(self.presence, num_matched, num_verified, was_all=self.path.is_all(num_verified))
             self.acceptance.observe(num_matched, num_verified)
         if self.of_branches is not None and self.grammar is None:
             observe_alternatives(self.of_branches, self.tree, verdict.token_ids)

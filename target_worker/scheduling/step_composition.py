@@ -59,7 +59,7 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
             continue
         is_tight = 0.0 < each.token_ms < line.step_ms(len(decoding))  # a plain step takes longer than it pays for
         session.needs_hints = is_tight and _do_hints_help(session, limits, line, len(decoding))
-    counted_on = _counted_on(paths, gains, line, max(hint_budget, 0), budgets)
+    counted_on = _counted_on(decoding, paths, gains, line, max(hint_budget, 0), budgets)
     num_fed = room.limit_hints([path.num_fed(count) for path, count in zip(paths, counted_on, strict=True)])
     items = []
     for session, path, fed in zip(decoding, paths, num_fed, strict=True):
@@ -81,17 +81,26 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
 
 
 def _counted_on(
-    paths: Sequence[HintPath], gains: Sequence[list[float]], line: StepLine, budget: int, budgets: Sequence[StepBudget]
+    sessions: Sequence[Session],
+    paths: Sequence[HintPath],
+    gains: Sequence[list[float]],
+    line: StepLine,
+    budget: int,
+    budgets: Sequence[StepBudget],
 ) -> list[int]:
     """Hints per session that the step counts on. What a prediction or an objective costs other sessions is bounded."""
     counts = allot_within(gains, line, budget, budgets)
-    floors: list[int | None] = [0 if path.is_predicted else None for path in paths]
-    if any(each is not UNLIMITED for each in budgets):
-        # An objective may keep the rows that its session would have without it.
-        usual = allot(gains, line, budget)
-        for index, each in enumerate(budgets):
-            if each is not UNLIMITED:
-                floors[index] = 0 if paths[index].is_predicted else usual[index]
+    has_objectives = any(each is not UNLIMITED for each in budgets)
+    # A session keeps the rows that it would have without its objective, and those before its prediction's.
+    usual = allot(gains, line, budget) if has_objectives else counts
+    floors: list[int | None] = []
+    for index, (session, path) in enumerate(zip(sessions, paths, strict=True)):
+        floor = usual[index] if budgets[index] is not UNLIMITED else None
+        if path.num_before_prediction is not None:
+            floor = min(usual[index], path.num_before_prediction)
+        elif floor is None and session.is_background:
+            floor = counts[index]  # nobody is held back for it
+        floors.append(floor)
     return spare_neighbours(counts, gains, line, floors)
 
 

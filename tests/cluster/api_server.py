@@ -1,7 +1,7 @@
 """An API server as far as Helm's `lookup` and the chart's Job for certificates need one.
 
-It has secrets and config maps by name, to be read, and secrets to be changed. Helm may do everything; a pod shows its
-token, and may do what the rendered roles permit its account.
+It has secrets and config maps by name, to be read, and secrets to be changed. Some other objects can be read and
+listed. Helm may do everything. A pod shows its token, and may do what the rendered roles permit its account.
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ from k8s.helm.chart import REGISTRY, chart, merged
 from tests.cluster.pod_plan import NAMESPACE
 from tests.k8s.pods import Object
 
-_KINDS: Final = {"secrets": "Secret", "configmaps": "ConfigMap"}
-_RESOURCES: Final = {
-    "kind": "APIResourceList",
-    "groupVersion": "v1",
-    "resources": [
-        {"name": name, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": ["get", "patch"]}
-        for name, kind in _KINDS.items()
-    ],
+_KINDS: Final[dict[str, dict[str, str]]] = {
+    "/api/v1": {"secrets": "Secret", "configmaps": "ConfigMap", "services": "Service"},
+    "/apis/apps/v1": {"deployments": "Deployment"},
+    "/apis/networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
 }
+"""By group and version: resources, and the kinds of their objects."""
 _PATH: Final = f"/api/v1/namespaces/{NAMESPACE}/"
 _HEAD_BYTES_MAX: Final = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Files by the names of their objects."""
+    """Files by the names of their objects, and objects of other kinds."""
 
     secrets: MutableMapping[str, Mapping[str, bytes]] = field(default_factory=dict)
     config_maps: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+    others: Sequence[Object] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,13 @@ May = Callable[[Request], bool]
 
 def answer(request: Request, store: Store) -> tuple[int, dict[str, Any]]:
     """Status and body. A change of a secret (a merge patch) is made in the store."""
-    if request.path == "/api/v1":
-        return 200, _RESOURCES
-    resource, _, name = request.path.removeprefix(_PATH).partition("/")
+    if request.path in _KINDS:
+        return 200, _resources(request.path)
+    group, _, rest = request.path.partition(f"/namespaces/{NAMESPACE}/")
+    resource, _, name = rest.partition("/")
+    kind = _KINDS.get(group, {}).get(resource)
+    if kind is not None and kind not in ("Secret", "ConfigMap"):
+        return _other(request.path, kind, name, store)
     objects = {"secrets": store.secrets, "configmaps": store.config_maps}.get(resource, {})
     if not request.path.startswith(_PATH) or name not in objects:
         return _failure(404, "NotFound", f"there is no {request.path}")
@@ -72,13 +74,41 @@ def answer(request: Request, store: Store) -> tuple[int, dict[str, Any]]:
         }
     files = objects[name]
     meta = {"name": name, "namespace": NAMESPACE, "resourceVersion": _version(files)}
-    body = {"kind": _KINDS[resource], "apiVersion": "v1", "metadata": meta}
+    body = {"kind": kind, "apiVersion": "v1", "metadata": meta}
     if files:  # an empty map is left out
         is_secret = resource == "secrets"
         body["data"] = {
             key: base64.b64encode(value).decode() if is_secret else value.decode() for key, value in files.items()
         }
     return 200, body
+
+
+def _resources(path: str) -> dict[str, Any]:
+    """Returns what there is in a group, as its discovery says."""
+    verbs = ["get", "list", "patch"]
+    return {
+        "kind": "APIResourceList",
+        "groupVersion": path.removeprefix("/apis/").removeprefix("/api/"),
+        "resources": [
+            {"name": name, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": verbs}
+            for name, kind in _KINDS[path].items()
+        ],
+    }
+
+
+def _other(path: str, kind: str, name: str, store: Store) -> tuple[int, dict[str, Any]]:
+    """Returns one object of a kind without files, or all of them where there is no name."""
+    found = [each for each in store.others if each["kind"] == kind]
+    if not name:
+        group = next(path for path, kinds in _KINDS.items() if kind in kinds.values())
+        return 200, {
+            "kind": f"{kind}List",
+            "apiVersion": _resources(group)["groupVersion"],
+            "metadata": {},
+            "items": found,
+        }
+    named = [each for each in found if each["metadata"]["name"] == name]
+    return (200, dict(named[0])) if named else _failure(404, "NotFound", f"there is no {path}")
 
 
 def is_permitted(objects: Sequence[Object], account: str, request: Request) -> bool:

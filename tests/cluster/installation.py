@@ -121,8 +121,8 @@ class Installation:
 
     @property
     def store(self) -> Store:
-        """Secrets and config maps, as the API server shows them."""
-        return Store(self._secrets, self._config_maps)
+        """The objects that the API server shows."""
+        return Store(self._secrets, self._config_maps, self.objects)
 
     @property
     def objects(self) -> list[Object]:

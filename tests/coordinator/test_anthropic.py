@@ -241,11 +241,17 @@ class TestContextManagement:
             ({"type": "clear_everything_20300101"}, "'clear_everything_20300101' is not served"),
         ],
     )
-    async def test_that_would_change_the_prompt_is_refused(
+    async def test_that_would_change_the_prompt_is_refused_and_can_be_counted(
         self, clusters: ClusterFactory, edit: dict[str, Any], named: str
     ) -> None:
+        asked: dict[str, Any] = {"model": "demo", "messages": looped(5)}
         async with answering(clusters, "Hello.") as cluster:
             answer = await ask(cluster, messages=looped(5), context_management={"edits": [edit]})
+            plain = await cluster.client.post("/v1/messages/count_tokens", json=asked)
+            asked["context_management"] = {"edits": [edit]}
+            counted = await cluster.client.post("/v1/messages/count_tokens", json=asked)
+        assert counted.status_code == 200, counted.text
+        assert counted.json() == plain.json(), "a client counts to decide whether to shorten the conversation"
         assert answer.status_code == 400
         assert "context_management.edits[0]" in answer.json()["error"]["message"]
         assert named in answer.json()["error"]["message"]

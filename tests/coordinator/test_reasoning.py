@@ -169,7 +169,7 @@ async def test_tools_beside_a_format(clusters: ClusterFactory, tool_choice: str,
 
 NO_SCHEMA = {"type": "sonnet"}
 NO_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": NO_SCHEMA}}
-NO_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NO_SCHEMA}}]
+NO_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NO_SCHEMA, "strict": True}}]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from coordinator.service.stored_responses import (
 from outrider.errors import InvalidRequest, NotFound, RegistryUnavailable
 from outrider.registry.registry import Registry
 from tests.coordinator.conftest import Cluster, ClusterFactory
-from tests.coordinator.fakes import served_model
+from tests.coordinator.fakes import FakeTarget, served_model
 from tests.coordinator.named_events import CALL, PARAMETERS, TWO_CALLS, answering, check_events, events_of, steady
 from tests.coordinator.test_answer_size import end
 from tests.coordinator.test_http_api import openai_client
@@ -206,6 +206,53 @@ class TestConversations:
             assert (missing.status_code, missing.json()["error"]["param"]) == (400, "previous_response_id")
             missing = await ask(cluster, input=[{"type": "item_reference", "id": "msg_b_0"}])
             assert (missing.status_code, missing.json()["error"]["param"]) == (400, "input")
+
+    async def test_tools_of_the_conversation_can_be_declared_again(self, clusters: ClusterFactory) -> None:
+        def named(name: str, said: str) -> dict[str, Any]:
+            return {"type": "function", "name": name, "description": said}
+
+        def item(*tools: dict[str, Any]) -> dict[str, Any]:
+            return {"type": "additional_tools", "role": "developer", "tools": list(tools)}
+
+        script = clusters.tokenizer.encode("Hello.")
+        target = FakeTarget(script, eos_at=len(script))
+        settings = {"chat_template": "{{ tools | tojson }}"}
+        async with clusters.open([target], settings=settings, max_model_len=2048) as cluster:
+            keeping(cluster)
+            input_ = [item(named("b", "first b"), named("c", "first c"), SEARCH), *BEFORE]
+            answers = [await ask(cluster, input=input_, tools=[named("a", "first a")], request_id="r0")]
+            prompts = [prompt_of(cluster)]
+            for turn, items in enumerate(([item(named("b", "second b"))], [], [item(named("b", "third b"))]), 1):
+                asked = {"input": [*items, *BEFORE], "previous_response_id": f"resp_r{turn - 1}"}
+                tools = [named("a", f"a of turn {turn}"), *([named("c", "last c")] if turn == 3 else [])]
+                answers.append(await ask(cluster, **asked, tools=tools, request_id=f"r{turn}"))
+                prompts.append(prompt_of(cluster))
+        assert [answer.status_code for answer in answers] == [200] * 4, answers[-1].text
+        found = [[tool["function"]["description"] for tool in json.loads(prompt)] for prompt in prompts]
+        assert found == [
+            ["first a", "first b", "first c"],
+            ["a of turn 1", "second b", "first c"],
+            ["a of turn 2", "second b", "first c"],
+            ["a of turn 3", "last c", "third b"],
+        ]
+
+    @pytest.mark.parametrize(
+        ("tools", "items", "parameter"),
+        [
+            ([TOOL, TOOL], [], "tools"),
+            ([], [[TOOL, SEARCH, TOOL]], "input[0].tools"),
+            ([SEARCH] * 129, [], "tools"),
+            ([], [[SEARCH], [SEARCH] * 129], "input[1].tools"),
+            ([], [[{**TOOL, "name": f"{turn}_{index}"} for index in range(65)] for turn in range(2)], "tools"),
+        ],
+    )
+    async def test_one_list_has_each_name_once_and_there_are_not_too_many(
+        self, clusters: ClusterFactory, tools: list[Any], items: list[list[Any]], parameter: str
+    ) -> None:
+        input_ = [*({"type": "additional_tools", "tools": each} for each in items), *BEFORE]
+        async with answering(clusters, "Hello.") as cluster:
+            answer = await ask(cluster, input=input_, tools=tools)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, parameter), answer.text
 
     async def test_a_stored_response_can_be_read_and_deleted(self, clusters: ClusterFactory) -> None:
         async with answering(clusters, "Hello.") as cluster:

@@ -125,6 +125,19 @@ def test_added_tokens_and_padding_may_differ(tmp_path: Path) -> None:
     assert bool(logits[:, :new_id].isfinite().all())
 
 
+def test_added_tokens_in_other_files_are_told_apart_by_name(tmp_path: Path) -> None:
+    own, folder = (models.copy_of("llama", tmp_path / name) for name in ("own", "target"))
+    new_id = Tokenizer(own).num_ids
+    (own / "added_tokens.json").write_text(json.dumps({"<think>": new_id, "<tool>": new_id + 1}))
+    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": new_id, "<other>": new_id + 1}))
+    assert has_same_base(folder, own)
+    engine = load_model(models.engine_config(own))
+    assert use_vocabulary(engine, arguments(own, folder)) == folder, "the same ids are other tokens"
+    found = map_vocabulary(Tokenizer(folder), Tokenizer(own), new_id + 2)
+    assert list(found.is_shared) == [True] * (new_id + 1) + [False]
+    assert found.own_ids[new_id] == new_id + 1
+
+
 def test_the_same_tokenizer_needs_no_map(tmp_path: Path) -> None:
     engine = load_model(models.engine_config(models.model_dir("llama")))
     folder = models.copy_of("llama", tmp_path / "target")

@@ -46,8 +46,12 @@ class OracleDraft(draft_pb2_grpc.DraftServicer):
             while not following.done():
                 yield draft_pb2.AttachStatus()
                 await asyncio.wait([following], timeout=1.0)
+            is_finished = False
             with contextlib.suppress(grpc.aio.AioRpcError):
-                yield draft_pb2.AttachStatus(is_finished=following.result())
+                is_finished = following.result()
+            if not is_finished:  # an end without an error would say that it cannot follow this session any further
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream of hints has ended")
+            yield draft_pb2.AttachStatus(is_finished=True)
         finally:
             following.cancel()
 

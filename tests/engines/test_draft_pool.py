@@ -49,6 +49,19 @@ def test_others_take_over_from_one_that_is_full_or_refuses() -> None:
     assert second.away_until >= REFUSED_S, "it is not there sooner for that"
 
 
+def test_one_that_cannot_follow_a_request_is_not_chosen_for_it() -> None:
+    pool = DraftPool(["a:1", "b:1"])
+    first, second = pool.workers
+    second.num_sessions = 5
+    assert pool.choose(0.0, {first}) is second
+    pool.fill(second, 0.0)
+    assert pool.choose(0.0, {first}) is None
+    assert pool.wait_s(0.0, {first}) == pytest.approx(FULL_S)
+    assert pool.wait_s(0.0) == 0.0
+    assert pool.choose(1.0, {first, second}) is None
+    assert pool.wait_s(1.0, {first, second}) == pytest.approx(EMPTY_S), "until another one may have come"
+
+
 def test_workers_come_and_go_and_those_that_stay_are_remembered() -> None:
     pool = DraftPool(())
     assert pool.choose(0.0) is None

@@ -18,8 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.engines.engine_hints import EngineHints, hello
 from outrider.engines.hint_link import HintLink
+from outrider.engines.hint_server.attachments import MAX_ATTEMPTS
 from outrider.engines.hinted_requests import Fed, HintedRequests
-from outrider.errors import Overloaded, TokenizerMismatch
+from outrider.errors import InvalidRequest, Overloaded, TokenizerMismatch
 from outrider.local.free_ports import free_ports
 from outrider.security.certificate_authority import CertificateAuthority
 from outrider.security.tls import PLAINTEXT, Dialer, Role, RoleCheck, TlsFiles
@@ -45,6 +46,8 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
         self.ended: list[str] = []  # sessions that it followed and does not any more
         self.refusal: Exception | None = None
         self.is_silent = False
+        self.max_model_len = 1_000_000
+        self.unsuited: list[str] = []  # sessions that were too long for it, as often as it said so
 
     async def Attach(self, request: Any, context: Any) -> AsyncIterator[draft_pb2.AttachStatus]:
         self.attached.append(request)
@@ -52,6 +55,9 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
             await abort(context, self.refusal)  # type: ignore[arg-type]
         if self.is_silent:
             await asyncio.sleep(600)
+        if len(request.token_ids) >= self.max_model_len:
+            self.unsuited.append(request.session_id)
+            await abort(context, InvalidRequest("token_ids", "more tokens than this draft worker can follow"))
         self.known[request.session_id] = list(request.token_ids)
         try:
             async for status in self._follow(request, self.known[request.session_id]):
@@ -72,6 +78,10 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
                 for commit in frame.commits:
                     assert commit.from_len == len(token_ids)
                     token_ids += commit.token_ids
+                if len(token_ids) >= self.max_model_len:
+                    self.unsuited.append(request.session_id)
+                    yield draft_pb2.AttachStatus()  # it lets the session go, as its last status says
+                    return
                 await call.write(hints_pb2.HintFrame(nodes=[self._hints(token_ids)]))
 
     def _hints(self, token_ids: list[int]) -> hints_pb2.HintNodes:
@@ -231,6 +241,40 @@ async def test_another_draft_worker_takes_over_from_one_that_refuses() -> None:
             engine.open(name)
         await engine.steps_until(lambda: set(willing.known) == set(names), "all are attached")
         assert len(refusing.attached) <= len(names), "it is not asked again at once"
+
+
+async def test_beyond_one_draft_workers_context_another_one_takes_over() -> None:
+    """The short one is not asked again for a request that it has let go, although it has fewer sessions then."""
+    short, long = FakeDraft(), FakeDraft()
+    ports = free_ports(2)
+    async with serving(short, ports[0]), serving(long, ports[1]), running(ports) as engine:
+        names = [f"request {index}" for index in range(12)]
+        for name in names:
+            engine.open(name)
+        await engine.steps_until(lambda: {*short.known, *long.known} == set(names), "all are attached")
+        assert short.known
+        short.max_model_len = 1
+        await engine.steps_until(lambda: set(long.known) == set(names), "the long one has all of them")
+        assert short.unsuited
+        assert len(short.unsuited) == len(set(short.unsuited)), "once each"
+
+
+async def test_requests_that_wait_for_a_longer_context_leave_room_for_others() -> None:
+    """More of them than may attach at once: they wait for the worker that is away, and new ones have the short one."""
+    short, long = FakeDraft(), FakeDraft()
+    short.max_model_len = 1
+    long.refusal = TokenizerMismatch("a", "b", "the target")
+    ports = free_ports(2)
+    async with serving(short, ports[0]), serving(long, ports[1]), running(ports) as engine:
+        names = [f"request {index}" for index in range(2 * MAX_ATTEMPTS)]
+        for name in names:
+            engine.open(name)
+        await engine.steps_until(lambda: set(short.unsuited) == set(names), "all are too long for it")
+        await engine.steps_until(lambda: len(long.attached) > 0, "the other one has refused")
+        short.max_model_len = 1_000_000
+        engine.open("new")
+        await engine.steps_until(lambda: "new" in short.known, "the new one is attached")
+        assert short.known.keys() == {"new"}
 
 
 @pytest.mark.parametrize("refusal", [Overloaded("full", 1.0), ValueError("broken")])

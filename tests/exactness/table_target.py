@@ -46,7 +46,7 @@ from tests.exactness.in_process import GivenCost
 VOCAB_SIZE = 8
 END = 6
 OTHER_STOP = 3
-SOURCES = ("none", "lookup", "prediction", "memory", "head")
+SOURCES = ("none", "lookup", "prediction", "memory", "head", "lookup+memory", "head+memory")
 NUM_GIVEN = 10  # tokens before the output that lookup and prediction find again
 MAX_TOKENS = 4
 LOCAL_RATE, DRAFT_RATE = 2 / 3, 0.95
@@ -183,13 +183,13 @@ class Sessions:
             max_num_seqs=self.at_once,
             max_num_waiting=self.at_once,
             max_model_len=64,
-            has_lookup=case.source == "lookup",
+            has_lookup="lookup" in case.source,
             may_pause=False,
             hint_wait_ms_max=0.0,
             verifies_branches=case.feature != "no-branches",
             end_of_sequence_ids=frozenset({END}),
         )
-        head = AlternatingHead() if case.source == "head" else None
+        head = AlternatingHead() if "head" in case.source else None
         self.scheduler = Scheduler(limits, BlockAllocator(8 * self.at_once + 2, 16), VOCAB_SIZE, head)
         self.scheduler.cost = GivenCost()
 
@@ -271,7 +271,7 @@ class Sessions:
 
     def hint(self, session_id: str, text: Sequence[int]) -> None:
         """Sends what the workers say after these committed tokens; each message is the start of a new tree."""
-        if self.case.source == "memory":
+        if self.case.source == "memory" or ("memory" in self.case.source and self.rng.random() < 0.5):
             self.hint_from_memory(session_id, text)
         num_there = self.rng.randrange(self.max_tokens + 2)
         hints = list(self.drawn(text))[:num_there]

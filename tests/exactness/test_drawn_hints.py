@@ -88,7 +88,7 @@ def choices_of(case: Case, luck: int, values: Sequence[int], place: int) -> tupl
         return [], []
     for name in [each for each in names[1:] if each in texts]:
         sessions.hint(name, texts[name])
-    if case.source == "memory":
+    if "memory" in case.source:
         sessions.hint_from_memory(names[0], texts[names[0]])
     drawn = [Hint(index + 1, index or ROOT_ID, token_id) for index, token_id in enumerate(values)]
     told = HintsArrived(names[0], 1, len(texts[names[0]]), drawn, sessions.now)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import pytest
+from helm_python import HelmError
 
-from k8s.helm.chart import merged, notes_of, objects_of, preset, render
+from k8s.helm.chart import merged, notes, notes_of, objects_of, preset, render
 from tests.cluster.api_server import Store, rendered
 from tests.k8s.pods import pods
 from tests.k8s.policy_rules import OTHERS, Party, can_reach, is_peer
@@ -144,6 +145,45 @@ def test_the_job_is_no_hook_and_runs_again_every_day_with_the_same_pod() -> None
     assert container["args"] == ["command_line.certificates.cluster", "outrider", *_PARTS]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"enabled": False}, {"apiServerPorts": [7443]}, {"dns": [{"ipBlock": {"cidr": "192.0.2.53/32"}}]}],
+    ids=["policies", "ports", "dns"],
+)
+def test_the_first_certificates_are_made_again_once_their_job_may_reach_the_api_server(change: dict[str, Any]) -> None:
+    """A Job that has failed stays so. Helm makes another one only under another name."""
+
+    def job(values: Mapping[str, Any]) -> dict[str, Any]:
+        (found,) = [each for each in render(values) if each["kind"] == "Job"]
+        return found
+
+    before, after = job({}), job({"networkPolicy": change})
+    assert after["metadata"]["name"] != before["metadata"]["name"]
+    assert after["spec"] == before["spec"]
+    unrelated = job({"networkPolicy": {"prometheus": []}})
+    assert unrelated == before
+
+
+def test_a_model_is_fetched_again_once_its_job_may_reach_the_source() -> None:
+    target = {"model": f"hf://a/b@{'0' * 40}"}
+    source = {
+        "models": {"claim": "models"},
+        "pairs": [{"name": "demo", "servedModelName": "demo", "target": target}],
+    }
+
+    def names(values: Mapping[str, Any]) -> list[str]:
+        return [each["metadata"]["name"] for each in render(values) if each["kind"] == "Job" and "demo" in str(each)]
+
+    bucket = {"networkPolicy": {"workerEgress": [{"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]}]}}
+    assert names(source) != names(merged(source, bucket))
+
+
+def test_the_notes_say_how_to_make_certificates_at_once() -> None:
+    line = "kubectl --namespace outrider create job --from=cronjob/outrider-certificates certificates-again"
+    assert line in notes()
+    assert "create job" not in notes({"tls": {"enabled": True, "issuer": "cert-manager"}})
+
+
 def test_pods_wait_for_their_certificates(objects: list[dict[str, Any]]) -> None:
     """A volume that names its files is not mounted before they are there."""
     volumes = [volume for pod in pods(objects) for volume in pod.spec.get("volumes", ()) if volume["name"] == "tls"]
@@ -177,7 +217,7 @@ class TestUpgrades:
             if each["kind"] in found:
                 texts = each.get("stringData", each.get("data", {}))
                 found[each["kind"]][each["metadata"]["name"]] = {key: text.encode() for key, text in texts.items()}
-        store = Store(found["Secret"], found["ConfigMap"])
+        store = Store(found["Secret"], found["ConfigMap"], earlier)
         files = await rendered(values, lambda: store, is_upgrade=True)
         return objects_of(files), notes_of(files)
 
@@ -246,3 +286,64 @@ class TestUpgrades:
         objects, text = await self.upgraded(OPEN, render())
         assert {"NetworkPolicy", "CronJob"}.isdisjoint(each["kind"] for each in objects)
         assert text.count("WARNING") == 2
+
+
+async def upgraded(
+    values: Mapping[str, Any], earlier: list[dict[str, Any]], *without: str
+) -> tuple[list[dict[str, Any]], str]:
+    """Objects and notes of an upgrade of a release with these objects, except for kinds and its config maps."""
+    kept = [each for each in earlier if each["kind"] not in (*without, "ConfigMap")]
+    return await TestUpgrades().upgraded(values, kept)
+
+
+class TestLostConfigMap:
+    """Upgrades of a release of this chart whose config map `outrider-security` is not there."""
+
+    @pytest.mark.parametrize("values", [{}, DRAFTS, RAY], ids=["plain", "drafts", "ray"])
+    @pytest.mark.parametrize("made", [(), ("NetworkPolicy", "Secret")], ids=["nothing", "policies and secrets"])
+    async def test_a_first_installation_that_failed_is_done_closed(
+        self, values: dict[str, Any], made: tuple[str, ...]
+    ) -> None:
+        """Helm makes policies and secrets before config maps, and everything that runs after them."""
+        objects, text = await upgraded(values, [each for each in render(values) if each["kind"] in made])
+        kinds = {each["kind"] for each in objects}
+        assert {"NetworkPolicy", "CronJob"} <= kinds
+        assert first(objects, "ConfigMap", "security")["data"] == {"issuer": "job", "networkPolicies": "true"}
+        assert "WARNING" not in text
+
+    @pytest.mark.parametrize("values", [{}, MEMORY, DRAFTS, RAY], ids=["plain", "memory", "drafts", "ray"])
+    @pytest.mark.parametrize("issuer", ["job", "cert-manager"])
+    async def test_a_closed_release_stays_closed_with_the_same_certificates(
+        self, values: dict[str, Any], issuer: str
+    ) -> None:
+        installed = render(merged(values, {"tls": {"issuer": issuer}}))
+        objects, text = await upgraded(values, installed)
+        assert objects == installed
+        assert "WARNING" not in text
+        objects, _ = await upgraded(merged(values, {"tls": {"enabled": True}}), installed)
+        assert objects == installed, "saying it does not change who issues"
+
+    async def test_objects_of_another_release_say_nothing(self) -> None:
+        others = render(OPEN, release="another")
+        objects, _ = await upgraded({}, others)
+        assert first(objects, "ConfigMap", "security")["data"] == {"issuer": "job", "networkPolicies": "true"}
+
+    async def test_lost_policies_are_not_left_out_in_silence(self) -> None:
+        with pytest.raises(
+            HelmError, match=r"outrider-security is missing.* Set networkPolicy\.enabled \(true or false\)"
+        ):
+            await upgraded({}, render(), "NetworkPolicy")
+        installed = render()
+        objects, _ = await upgraded({"networkPolicy": {"enabled": True}}, installed, "NetworkPolicy")
+        assert objects == installed
+        objects, _ = await upgraded({"networkPolicy": {"enabled": False}}, render(), "NetworkPolicy")
+        assert "NetworkPolicy" not in {each["kind"] for each in objects}
+        assert "CronJob" in {each["kind"] for each in objects}
+
+    async def test_where_nothing_shows_certificates_the_values_have_to_say_it(self) -> None:
+        """Such as draft workers that are groups of nodes, each a LeaderWorkerSet."""
+        with pytest.raises(HelmError, match=r"Set tls\.enabled .* to what the release had"):
+            await upgraded({}, render(), "Deployment")
+        installed, said = render(), {"tls": {"enabled": True, "issuer": "job"}}
+        objects, _ = await upgraded(said, installed, "Deployment")
+        assert objects == installed

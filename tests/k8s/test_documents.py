@@ -18,7 +18,7 @@ THREATS = OPERATIONS / "threat-model.md"
 GUIDE = OPERATIONS / "kubernetes.md"
 CANARY = OPERATIONS / "canary.md"
 SECRETS = ("outrider-api-keys", "outrider-redis", "outrider-ray-redis")
-TEST = re.compile(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+(?:\.py)?)(?:::(test_\w+))?`")
+TEST = re.compile(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+(?:\.py)?)(?:::(?:Test\w+::)?(test_\w+))?`")
 
 
 def named_tests() -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigurationError, InvalidRequest
+from outrider.text.chat_template import read_folder
 from outrider.text.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.text.tokenizer import LONG_TEXT_CHARS, Tokenizer, fingerprint
 from tests.coordinator.tiny_model import write_model_dir
@@ -36,6 +37,31 @@ def edited(model_dir: Path, into: Path, edit: Any) -> Path:
     edit(description)
     (into / "tokenizer.json").write_text(json.dumps(description))
     return into
+
+
+def beside(model_dir: Path, folder: Path, **files: Any) -> Path:
+    """A folder with the same `tokenizer.json` and other JSON files."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def next_id(model_dir: Path) -> int:
+    return Tokenizer(model_dir).num_ids
+
+
+def _in_its_configuration(model_dir: Path, token: str) -> dict[str, Any]:
+    return {"tokenizer_config": {"added_tokens_decoder": {str(next_id(model_dir)): {"content": token}}}}
+
+
+def _in_a_file_of_added_tokens(model_dir: Path, token: str) -> dict[str, Any]:
+    return {"added_tokens": {token: next_id(model_dir)}}
+
+
+def _as_special_tokens(model_dir: Path, token: str) -> dict[str, Any]:
+    return {"special_tokens_map": {"pad_token": token}}
 
 
 def test_importing_and_using_the_tokenizer_does_not_import_torch(model_dir: Path) -> None:
@@ -119,6 +145,41 @@ class TestFingerprint:
     )
     def test_what_changes_a_token_changes_it(self, model_dir: Path, tmp_path: Path, edit: Any) -> None:
         assert fingerprint(edited(model_dir, tmp_path, edit)) != fingerprint(model_dir)
+
+    @pytest.mark.parametrize("form", [_in_its_configuration, _in_a_file_of_added_tokens, _as_special_tokens])
+    def test_tokens_beside_the_file_count(self, model_dir: Path, tmp_path: Path, form: Any) -> None:
+        folders = [beside(model_dir, tmp_path / name, **form(model_dir, name)) for name in ("<tool>", "<think>")]
+        made = [Tokenizer(folder) for folder in folders]
+        (new_id,) = {folder.encode(name)[-1] for folder, name in zip(made, ("<tool>", "<think>"), strict=True)}
+        assert [folder.decode([new_id], skip_special_tokens=False) for folder in made] == ["<tool>", "<think>"]
+        assert len({fingerprint(model_dir), *map(fingerprint, folders)}) == 3
+        assert [folder.fingerprint for folder in made] == [fingerprint(folder) for folder in folders]
+
+    def test_it_does_not_matter_in_which_file_a_token_stands(self, model_dir: Path, tmp_path: Path) -> None:
+        whole = tmp_path / "whole"
+        apart = beside(model_dir, tmp_path / "apart", **_in_its_configuration(model_dir, "<tool>"))
+        whole.mkdir()
+        read_folder(apart).backend_tokenizer.save(str(whole / "tokenizer.json"))
+        assert fingerprint(whole) == fingerprint(apart) != fingerprint(model_dir)
+
+    def test_other_files_that_add_no_token_change_nothing(self, model_dir: Path, tmp_path: Path) -> None:
+        description = json.loads((model_dir / "tokenizer.json").read_text())
+        known = {str(token.pop("id")): token for token in description["added_tokens"]}
+        files = {
+            "tokenizer_config": {"added_tokens_decoder": known, "eos_token": "<|end|>", "model_max_length": 99},
+            "special_tokens_map": {"eos_token": {"content": "<|end|>", "lstrip": False}},
+            "added_tokens": {token["content"]: int(token_id) for token_id, token in known.items()},
+        }
+        folder = beside(model_dir, tmp_path / "folder", **files)
+        assert fingerprint(folder) == fingerprint(beside(model_dir, tmp_path / "alone")) == fingerprint(model_dir)
+
+    def test_it_stays_what_earlier_releases_computed(self, tmp_path: Path) -> None:
+        """Workers of two releases meet during an upgrade."""
+        end = {"id": 2, "content": "<|end|>", "special": True}
+        model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "<|end|>": 2}, "unk_token": "a"}
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [end], "model": model}))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+        assert fingerprint(tmp_path) == "6ca07f33da0baf27"
 
     def test_a_folder_without_tokenizer_is_refused_by_name(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"tokenizer\.json"):

@@ -168,6 +168,14 @@ class TestPaths:
         path = self.path([4, 5], memory_of(arrived(chain([20, 21, 22, 23, 24]), 24)), 0.1)
         assert [hint.token_id for hint in path.hints[:2]] == [4, 5]
 
+    def test_it_does_not_keep_another_source_from_replacing_what_was_drawn(self) -> None:
+        """Whether it is there may follow from the drawn values as well."""
+        lookup = FixedSource(HintKind.LOOKUP, [9] * 4, 0.9, match_len=CERTAIN_MATCH)
+        memory = memory_of(arrived(chain([20, 21, 22, 23, 24]), 24))
+        path = self.path([4, 5], memory, 0.1, lookup)
+        assert [hint.node_id for hint in path.hints] == [HintKind.LOOKUP] * 4
+        assert self.path([], memory, 0.1, lookup).hints[0].node_id == HintKind.MEMORY
+
     def test_a_draft_that_promises_more_stays(self) -> None:
         path = self.path([4, 5, 6, 7, 8, 9, 10], memory_of(arrived(chain([20]), 24)), 0.9)
         assert [hint.token_id for hint in path.hints] == [4, 5, 6, 7, 8, 9, 10]

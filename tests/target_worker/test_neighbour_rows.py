@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import operator
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.hints.objective_rows import UNLIMITED
 from outrider.hints.speculation import allot
 from outrider.hints.step_cost import StepLine
+from target_worker.hints.hint_path import HintPath
 from target_worker.hints.neighbour_rows import NEIGHBOURS_FACTOR, spare_neighbours
+from target_worker.scheduling import step_composition
 
 LINE = StepLine(10.0, 0.55)
 RIGHT = list(itertools.accumulate([0.97] * 32, operator.mul))
@@ -39,6 +44,30 @@ def test_alone_or_among_its_like_it_keeps_all() -> None:
     for batch in ([RIGHT], [RIGHT] * 3):
         counts = allot(batch, LINE, 500)
         assert spare_neighbours(counts, batch, LINE, [0] * len(batch)) == counts
+
+
+def counted_on(paths: list[HintPath], *, in_background: bool = False) -> list[int]:
+    """Rows of a step of these paths, the first of which is a client's; the others may be a batch's."""
+    sessions: list[Any] = [SimpleNamespace(is_background=in_background and index > 0) for index in range(len(paths))]
+    gains = [path.gains() for path in paths]
+    return step_composition._counted_on(sessions, paths, gains, LINE, 500, [UNLIMITED] * len(paths))
+
+
+def test_a_prediction_does_not_cost_its_session_the_rows_of_its_draft() -> None:
+    plain = [HintPath([], 0)] * 7
+    drafted = counted_on([HintPath([], 0, chances=[0.85] * 8), *plain])[0]
+    path = HintPath([], 0, chances=[*[0.85] * 6, *[0.97] * 20], num_before_prediction=6)
+    assert counted_on([path, *plain])[0] >= drafted == 6
+
+
+def test_a_batch_in_the_background_does_not_hold_a_prediction_back() -> None:
+    path = HintPath([], 0, chances=[0.97] * 32, num_before_prediction=0)
+    paths = [path, *[HintPath([], 0)] * 7]
+    assert (
+        counted_on(paths)[0]
+        < counted_on(paths, in_background=True)[0]
+        == allot([path.gains(), *[[]] * 7], LINE, 500)[0]
+    )
 
 
 def test_neighbours_whose_own_hints_gain_afford_a_longer_step() -> None:

@@ -8,6 +8,8 @@ import operator
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -207,12 +209,13 @@ class TestRows:
         """Just in reach, its rows made seven others take 1.46 to 1.57 times plain decoding's time per token."""
         line, gains = StepLine(10.0, 0.55), [list(itertools.accumulate([0.9] * 32, operator.mul)), *[[]] * 7]
         paths = [HintPath([], 0, chances=own) for own in gains]
-        usual = step_composition._counted_on(paths, gains, line, 500, [UNLIMITED] * 8)
+        plain: list[Any] = [SimpleNamespace(is_background=False)] * 8
+        usual = step_composition._counted_on(plain, paths, gains, line, 500, [UNLIMITED] * 8)
         most_ms = line.step_ms(8 + sum(usual)) + (NEIGHBOURS_FACTOR - 1.0) * line.step_ms(8)
         for tpot_ms in (2.785, 2.81, 2.83):  # 2.78 is the best that any number of rows gives it
             budgets = [StepBudget(0.0, tpot_ms), *[UNLIMITED] * 7]
             assert sum(allot_within(gains, line, 500, budgets)) > sum(usual)
-            counts = step_composition._counted_on(paths, gains, line, 500, budgets)
+            counts = step_composition._counted_on(plain, paths, gains, line, 500, budgets)
             assert line.step_ms(8 + sum(counts)) <= most_ms
             assert counts[0] > usual[0]
 

@@ -36,7 +36,7 @@ class TestGenerate:
             ({"owner": "x" * 65}, "owner"),
             ({"sampling": {"temperature": 2.5}}, "temperature"),
             ({"sampling": {"temperature": math.nan}}, "temperature"),
-            ({"sampling": {"top_p": 0.0}}, "top_p"),
+            ({"sampling": {"top_p": -0.1}}, "top_p"),
             ({"sampling": {"min_p": -1.0}}, "min_p"),
             ({"sampling": {"max_tokens": 0}}, "max_tokens"),
             ({"sampling": {"stop_token_ids": list(range(65))}}, "stop_token_ids"),

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from coordinator.api.schema.body_parts import LenientBody, Listed, described
-from coordinator.api.schema.chat_messages import PARTS_SEPARATOR, ChatMessage
+from coordinator.api.schema.chat_messages import ChatMessage
 from coordinator.api.schema.tool_schema import CalledFunction, ToolCall
 from outrider.errors import InvalidRequest
+from outrider.text.message_forms import PARTS_SEPARATOR
 
 _TYPES: Final = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 

@@ -129,7 +129,9 @@ class MessageMetadata(LenientBody):
 
 
 class CountTokensBody(SharedFields):
-    """The body of POST /v1/messages/count_tokens. What does not decide the prompt is not used."""
+    """The body of POST /v1/messages/count_tokens. What does not decide the prompt is not used.
+
+    Clients count to decide whether to shorten a conversation, so edits that are due and not served refuse no count."""
 
     neutral = MappingProxyType({"container": (), "mcp_servers": ([],)})
     unused = ("cache_control", "service_tier", "inference_geo", "speed", "diagnostics", "user_profile_id", "betas")
@@ -153,12 +155,9 @@ class CountTokensBody(SharedFields):
     thinking: Thinking | None = Field(default=None, description="ignored where the chat template cannot switch it")
     output_config: OutputConfig | None = Field(default=None, description="form of the output")
     context_management: ContextManagement | None = Field(
-        default=None, description="older thinking to clear; what would clear more is refused once it would"
+        default=None,
+        description="older thinking to clear; an answer is refused once something would clear more, a count never is",
     )
-
-    @property
-    def prompt_limit(self) -> PromptLimit | None:
-        return None if self.context_management is None else self.context_management.prompt_limit(self.messages)
 
     def translate(self) -> ChatBody:
         """Builds the chat that asks for the same. Raises InvalidRequest, partly with the chat's names."""
@@ -227,6 +226,10 @@ class MessageBody(CountTokensBody):
     )
     stream: bool | None = Field(default=None, description="send the answer as events while it is generated")
     metadata: MessageMetadata | None = Field(default=None, description="who asks")
+
+    @property
+    def prompt_limit(self) -> PromptLimit | None:
+        return None if self.context_management is None else self.context_management.prompt_limit(self.messages)
 
     @property
     def max_output(self) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -47,8 +47,9 @@ _log = logging.getLogger(__name__)
 LAST_EVENT_HEADER: Final = "Last-Event-ID"
 CANARY_KEY_HEADER: Final = "X-Canary-Key"
 IGNORED_HEADER: Final = "X-Outrider-Ignored"
-"""Names the parameters of the request that were accepted and not used."""
+"""Names what was accepted and not used: parameters of the request, tools, and parts of the schemas of tools."""
 _IGNORED_CHARS_MAX: Final = 1000
+_AND_MORE: Final = ", ..."
 _CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a client that disconnected
 ResultT = TypeVar("ResultT")
 
@@ -267,10 +268,16 @@ def _origin(request: Request) -> Origin:
     return Origin(caller_of(request), headers.get(TRACEPARENT), headers.get(CANARY_KEY_HEADER, ""))
 
 
-def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
-    """Returns the header that names parameters that were not used, if there are any."""
-    names = ", ".join(map(_header_text, ignored))
-    return {IGNORED_HEADER: names[:_IGNORED_CHARS_MAX].rstrip(" ")} if names else {}
+def ignored_header(ignored: Iterable[str]) -> dict[str, str]:
+    """Returns the header that names parameters that were not used, if there are any. It ends with `...` if it does not
+    name all of them in full."""
+    told = ""
+    for name in ignored:  # names are the client's, so they may be megabytes
+        told += (", " if told else "") + _header_text(name[: _IGNORED_CHARS_MAX + 1])
+        if len(told) > _IGNORED_CHARS_MAX:
+            told = told[: _IGNORED_CHARS_MAX - len(_AND_MORE)].rstrip(", ") + _AND_MORE
+            break
+    return {IGNORED_HEADER: told.rstrip(" ")} if told else {}
 
 
 def _header_text(name: str) -> str:

@@ -13,9 +13,10 @@ from pydantic import Field
 
 from coordinator.api.responses.response_tools import ResponseTool
 from coordinator.api.schema.body_parts import LenientBody, Listed, described
-from coordinator.api.schema.chat_messages import PARTS_SEPARATOR, ChatMessage, ContentPart, joined_text
+from coordinator.api.schema.chat_messages import ChatMessage, ContentPart, joined_text
 from coordinator.api.schema.tool_schema import CalledFunction, ToolCall
 from outrider.errors import InvalidRequest
+from outrider.text.message_forms import PARTS_SEPARATOR
 
 _PART_TYPES: Final = ("input_text", "output_text", "text", "refusal", "reasoning_text")
 _TYPES: Final = (

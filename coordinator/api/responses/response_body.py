@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
 from coordinator.api.responses.input_items import InputItem, ignored_in, read_items
-from coordinator.api.responses.response_tools import CallableTools, ChosenTool, FunctionTool, HostedTool, ResponseTool
+from coordinator.api.responses.response_tools import CallableTools, ChosenTool, FunctionTool, ListedTools, ResponseTool
 from coordinator.api.schema.body_parts import Body, LenientBody, Listed, described
 from coordinator.api.schema.chat_messages import ChatMessage
 from coordinator.api.schema.generation_fields import Logprobs
@@ -176,9 +176,8 @@ class ResponseBody(SharedFields):
         messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         items, num_before = self.conversation(remembered), len(remembered.before)
         messages += read_items(items, num_before)
-        declared = [*self._declared(items, num_before)]
-        check_count("tools", declared, TOOLS_MAX)
-        callable_tools = CallableTools.of(declared)
+        before = _tools_in(items[:num_before], -num_before)
+        callable_tools = CallableTools.of(self._own_tools(), before, _tools_in(self._items()))
         tools, choice = callable_tools.choose(self.tool_choice)
         self.ignore(*callable_tools.left_out)
         self._report_ignored()
@@ -220,17 +219,13 @@ class ResponseBody(SharedFields):
     def _items(self) -> list[InputItem]:
         return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
-    def _declared(
-        self, items: Sequence[InputItem], num_before: int = 0
-    ) -> Iterator[tuple[str, FunctionTool | HostedTool]]:
-        """Yields the tools with their places: those of the request, and those that came as items of its input."""
-        yield from ((f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ()))
-        for index, item in enumerate(items, -num_before):
-            yield from ((f"input[{index}].tools[{place}]", tool) for place, tool in enumerate(item.tools or ()))
+    def _own_tools(self) -> list[ListedTools]:
+        return [("tools", self.tools)] if self.tools else []
 
     def _report_ignored(self) -> None:
         self.ignore(*ignored_in(self._items()))
-        functions = [tool for _, tool in self._declared(self._items()) if isinstance(tool, FunctionTool)]
+        listed = [*self._own_tools(), *_tools_in(self._items())]
+        functions = [tool for _, tools in listed for tool in tools if isinstance(tool, FunctionTool)]
         unknown = dict.fromkeys(name for tool in functions for name in tool.unknown)
         self.ignore(*(f"tools[].{name}" for name in unknown))
         if self.truncation == "auto":
@@ -241,3 +236,8 @@ class ResponseBody(SharedFields):
             self.ignore("include")
         if self.reasoning is not None:
             self.ignore(*(f"reasoning.{name}" for name in self.reasoning.unknown))
+
+
+def _tools_in(items: Sequence[InputItem], first: int = 0) -> list[ListedTools]:
+    """Returns the tools that came as items, the first of which is that of this index."""
+    return [(f"input[{index}].tools", item.tools) for index, item in enumerate(items, first) if item.tools]

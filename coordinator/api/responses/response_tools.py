@@ -7,7 +7,7 @@ demands one is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -16,6 +16,7 @@ from pydantic import Discriminator, Field, Tag
 from coordinator.api.schema.body_parts import LenientBody, Listed, described
 from coordinator.api.schema.tool_schema import (
     STRICT,
+    TOOLS_MAX,
     Function,
     FunctionName,
     FunctionRef,
@@ -26,6 +27,7 @@ from coordinator.api.schema.tool_schema import (
     served_types,
 )
 from outrider.errors import InvalidRequest
+from outrider.sampling_params import check_count
 
 _FUNCTION: Final = "function"
 _ALLOWED: Final = "allowed_tools"
@@ -66,6 +68,10 @@ ResponseTool = Annotated[
 ]
 
 
+ListedTools = tuple[str, Sequence[FunctionTool | HostedTool]]
+"""A list of tools, after its place in the body."""
+
+
 class ChosenTool(LenientBody):
     """The choice of one function, or of some of them."""
 
@@ -87,16 +93,18 @@ class CallableTools:
     left_out: Sequence[str]
 
     @classmethod
-    def of(cls, declared: Iterable[tuple[str, FunctionTool | HostedTool]]) -> CallableTools:
-        """Sorts tools, each with its place in the body. Raises InvalidRequest."""
-        tools: list[Tool] = []
+    def of(
+        cls, own: Sequence[ListedTools], remembered: Sequence[ListedTools], added: Sequence[ListedTools]
+    ) -> CallableTools:
+        """Sorts the tools of a request, those of the conversation that it refers to, and those in its input.
+
+        The function that was declared last has a name: one of the input, else of the request, else of the conversation.
+        Raises InvalidRequest, also for two functions of the same name in one list.
+        """
         left_out: list[str] = []
-        for where, tool in declared:
-            if isinstance(tool, HostedTool):
-                left_out.append(tool.named(where))
-            else:
-                tools.append(tool.to_tool(where))
-        return cls(tools, left_out)
+        first, before, last = (_functions(lists, left_out) for lists in (own, remembered, added))
+        # In this order the tools at the beginning of the prompt stay the same from turn to turn.
+        return cls([*(first | before | first | last).values()], left_out)
 
     def choose(self, choice: str | ChosenTool | None) -> tuple[Sequence[Tool], ToolChoice | None]:
         """Returns the functions that may be called, and the choice among them. Raises InvalidRequest."""
@@ -124,3 +132,22 @@ class CallableTools:
     def _refusal(self, what: str) -> InvalidRequest:
         left_out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
         return InvalidRequest("tool_choice", f"{what}, but only functions can be called{left_out}")
+
+
+def _functions(lists: Sequence[ListedTools], left_out: list[str]) -> dict[str, Tool]:
+    """Returns the functions by name, the last of each; adds to `left_out` what cannot be called."""
+    found: dict[str, Tool] = {}
+    for where, tools in lists:
+        check_count(where, tools, TOOLS_MAX)
+        listed: dict[str, Tool] = {}
+        for index, tool in enumerate(tools):
+            place = f"{where}[{index}]"
+            if isinstance(tool, HostedTool):
+                left_out.append(tool.named(place))
+                continue
+            made = tool.to_tool(place)
+            if made.function.name in listed:
+                raise InvalidRequest(where, f"{where} holds two functions of the same name")
+            listed[made.function.name] = made
+        found |= listed
+    return found

@@ -14,7 +14,7 @@ from pydantic import Field
 from coordinator.api.schema.body_parts import LenientBody, Listed, described
 from coordinator.api.schema.tool_schema import CalledFunction, ToolCall
 from outrider.errors import InvalidRequest
-from outrider.text.message_forms import PARTS_SEPARATOR as PARTS_SEPARATOR
+from outrider.text.message_forms import PARTS_SEPARATOR
 
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 _PART_TYPES: Final = (*_TEXT_PARTS, "refusal")

@@ -42,7 +42,6 @@ RISKY: Final = frozenset({"pattern", "patternProperties", "multipleOf", "minProp
 """Keywords that a grammar holds only within its bounds, which their values do not show."""
 COUNT_MAX: Final = (1 << 32) - 1
 """The largest length or number of items that a grammar holds for every keyword that has one."""
-DROPPED_CHARS_MAX: Final = 8192
 
 _TYPES: Final = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _DIALECTS: Final = tuple(
@@ -52,6 +51,8 @@ _DIALECTS: Final = tuple(
         ("http", "draft-04"),
     )
 )  # fmt: skip
+TOLD_CHARS_MAX: Final = 1000
+"""Characters after which no more places are told of what a schema has lost: a header names no more."""
 _SILENT: Final = frozenset({"$dynamicAnchor", "$recursiveAnchor", "$vocabulary"})  # they permit and forbid nothing
 _DROPPED: Final = frozenset(name for name, where in NOT_HELD.items() if where == "always")
 _SCHEMAS: Final = frozenset({"additionalProperties", "additionalItems", "items"})
@@ -64,9 +65,9 @@ _BOUNDS: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusive
 
 
 class Loosened(NamedTuple):
-    """A looser schema, and the first keywords that it lost, each by its place: `properties.tags.uniqueItems`.
+    """A looser schema, and the keywords that it lost, each by its place: `properties.tags.uniqueItems`.
 
-    No more are named once their names have `DROPPED_CHARS_MAX` characters: a client may write a long place many times.
+    After `TOLD_CHARS_MAX` characters no more are named, and the last place is cut.
     """
 
     schema: Any
@@ -78,7 +79,7 @@ def loosened(schema: Any, without: frozenset[str] = frozenset()) -> Loosened:
     writer = _Writer(schema, without)
     made = writer.loosen(schema, ())
     writer.drop_broken_references(made)
-    return Loosened(made, tuple(dict.fromkeys(writer.dropped)))
+    return Loosened(made, tuple(writer.dropped))
 
 
 def outline(schema: Any) -> Any:
@@ -107,8 +108,8 @@ class _Writer:
         self._without = without
         self._forms: dict[int, dict[int, Any]] = {}  # looser forms by their ids, by the id of what was sent
         self._places: dict[int, tuple[str, ...]] = {}  # of what was sent, by the ids of looser forms
-        self.dropped: list[str] = []
-        self._num_dropped_chars = 0
+        self.dropped: dict[str, None] = {}
+        self._told_chars_left = TOLD_CHARS_MAX
 
     def loosen(self, schema: Any, place: tuple[str, ...]) -> Any:
         made = self._loosened(schema, place)
@@ -150,9 +151,13 @@ class _Writer:
         return made is sent or id(made) in self._forms.get(id(sent), ())
 
     def _drop(self, *place: str) -> None:
-        if self._num_dropped_chars < DROPPED_CHARS_MAX:
-            self.dropped.append(".".join(place))
-            self._num_dropped_chars += len(self.dropped[-1])
+        # Each place repeats the client's names around it, so that all places may be far longer than the schema.
+        if self._told_chars_left <= 0:
+            return
+        told = ".".join(place)[:TOLD_CHARS_MAX]
+        if told not in self.dropped:
+            self.dropped[told] = None
+            self._told_chars_left -= len(told)
 
     def _keep(
         self, made: dict[str, Any], name: str, value: Any, schema: Mapping[str, Any], place: tuple[str, ...]

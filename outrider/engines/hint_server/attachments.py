@@ -1,7 +1,8 @@
 """Attaches the engine's open requests to draft workers, in a coordinator's place. Runs on the event loop.
 
 While a request is open, one task keeps it attached: to another worker, or to the same one again, when a worker fails or
-falls silent. Every attempt has a higher attachment number, so that hints of the one before count no more.
+falls silent. Every attempt has a higher attachment number, so that hints of the one before count no more. A worker that
+cannot follow the request, since its context is too short or it lacks a token, is not asked for it again; others may.
 """
 
 from __future__ import annotations
@@ -35,10 +36,15 @@ _OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-_FINAL: Final = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
+_UNSUITED: Final = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
+"""A healthy worker cannot take this request. Another one may: contexts and vocabularies of draft workers differ."""
 _REFUSED: Final = frozenset(
     {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED}
 )
+
+
+class _UnsuitedError(Exception):
+    """This draft worker cannot follow this request, or cannot follow it any further."""
 
 
 class _Attempt:
@@ -49,8 +55,10 @@ class _Attempt:
         self._is_under_way = False
 
     async def begin(self) -> None:
-        await self._attempts.acquire()
-        self._is_under_way = True
+        """Does nothing while it is under way."""
+        if not self._is_under_way:
+            await self._attempts.acquire()
+            self._is_under_way = True
 
     def end(self) -> None:
         """May be called more than once."""
@@ -105,51 +113,62 @@ class Attachments:
         request.CopyFrom(announcement)
         request.tokenizer_fingerprint = self._fingerprint
         request.num_prompt_tokens = request.num_prompt_tokens or len(request.token_ids)
+        unsuited = set[DraftWorker]()
         while True:
             attempt = _Attempt(self._attempts)
             try:
-                await attempt.begin()
-                worker = await self._one_that_is_there()
+                worker = await self._one_that_is_there(attempt, unsuited)
                 token_ids = committed(number)
                 if not token_ids:
                     return
                 request.attachment += 1
                 del request.token_ids[:]
                 request.token_ids.extend(token_ids)
-                if await self._is_over(worker, request, attempt.end):
+                if await self._hold(worker, request, attempt.end):
                     return
+            except _UnsuitedError as error:
+                unsuited.add(worker)
+                logger.info("draft worker %s cannot follow session %s: %s", worker.address, request.session_id, error)
             finally:
                 attempt.end()
             await asyncio.sleep(SHORTEST_S)
 
-    async def _one_that_is_there(self) -> DraftWorker:
-        while (worker := self._pool.choose(self._now())) is None:  # noqa: ASYNC110 - it waits for a time
-            await asyncio.sleep(self._pool.wait_s(self._now()) + SHORTEST_S)
+    async def _one_that_is_there(self, attempt: _Attempt, unsuited: set[DraftWorker]) -> DraftWorker:
+        """Begins the attempt. Waits for as long as there is no worker beside the unsuited ones: names of draft workers
+        may stand for others later."""
+        await attempt.begin()
+        while (worker := self._pool.choose(self._now(), unsuited)) is None:
+            if unsuited:
+                attempt.end()  # there may be a worker for other requests
+            await asyncio.sleep(self._pool.wait_s(self._now(), unsuited) + SHORTEST_S)
+            await attempt.begin()
         return worker
 
-    async def _is_over(
-        self, worker: DraftWorker, request: draft_pb2.AttachRequest, on_answer: Callable[[], None]
-    ) -> bool:
-        """Holds one attachment, calls `on_answer` when the worker answers. Returns whether no other is to follow."""
+    async def _hold(self, worker: DraftWorker, request: draft_pb2.AttachRequest, on_answer: Callable[[], None]) -> bool:
+        """Holds one attachment; calls `on_answer` when the worker answers. Returns whether the request has ended.
+
+        Raises _UnsuitedError if this worker cannot take the request any more."""
         try:
             request.target_address = self._reached_by(worker.address)
-            return await self._follow(worker, request, on_answer)
-        except grpc.aio.AioRpcError as error:
-            if error.code() in _FINAL:
-                logger.info("no hints for session %s: %s", request.session_id, error.details())
+            if await self._follow(worker, request, on_answer):
                 return True
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _UNSUITED:
+                raise _UnsuitedError(error.details() or error.code().name) from error
             self._note(worker, error.code(), error.details() or "")
         except TimeoutError:
             self._note(worker, grpc.StatusCode.DEADLINE_EXCEEDED, f"silent for {SILENT_S:g} s")
         except OSError as error:
             self._note(worker, grpc.StatusCode.UNAVAILABLE, f"no way to it: {error}")
+        else:
+            raise _UnsuitedError("it ended the attachment")
         return False
 
     async def _follow(
         self, worker: DraftWorker, request: draft_pb2.AttachRequest, on_answer: Callable[[], None]
     ) -> bool:
-        """Holds one attachment; returns whether the draft worker saw the request's end. Raises AioRpcError, and
-        TimeoutError when the worker falls silent."""
+        """Holds one attachment; returns whether the draft worker saw the request's end, else it ended the attachment
+        itself. Raises AioRpcError, and TimeoutError when the worker falls silent."""
         call = draft_pb2_grpc.DraftStub(await self._channel(worker.address)).Attach(request)
         worker.num_sessions += 1
         try:

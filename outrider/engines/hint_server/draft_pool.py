@@ -6,6 +6,7 @@ A worker that fails is left alone for a growing pause. There is no queue: a requ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +16,7 @@ REFUSED_S: Final = 60.0
 FULL_S: Final = 0.5
 """Pause of a worker that is full."""
 EMPTY_S: Final = 1.0
-"""Pause while no worker is known."""
+"""Pause while no worker is known that may take the request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,18 +41,19 @@ class DraftPool:
         known = {worker.address: worker for worker in self.workers}
         self.workers = [known.get(address) or DraftWorker(address) for address in dict.fromkeys(addresses)]
 
-    def choose(self, now: float) -> DraftWorker | None:
+    def choose(self, now: float, excluded: AbstractSet[DraftWorker] = frozenset()) -> DraftWorker | None:
         """The worker with the fewest sessions of those that are there; None if none is. Ties take turns."""
-        there = [worker for worker in self.workers if worker.away_until <= now]
+        there = [worker for worker in self.workers if worker.away_until <= now and worker not in excluded]
         if not there:
             return None
         self._num_choices += 1
         first = self._num_choices % len(there)
         return min(there[first:] + there[:first], key=lambda worker: worker.num_sessions)
 
-    def wait_s(self, now: float) -> float:
-        """How long until a worker may be there again."""
-        return max(min((worker.away_until for worker in self.workers), default=now + EMPTY_S) - now, 0.0)
+    def wait_s(self, now: float, excluded: AbstractSet[DraftWorker] = frozenset()) -> float:
+        """How long until a worker may be there again, or until another one may have come."""
+        there_at = (worker.away_until for worker in self.workers if worker not in excluded)
+        return max(min(there_at, default=now + EMPTY_S) - now, 0.0)
 
     def succeed(self, worker: DraftWorker) -> None:
         """Notes that a worker has answered."""

@@ -25,7 +25,7 @@ from coordinator.intake.generation_request import (
     identified,
     truncated,
 )
-from coordinator.intake.held_tools import held_tools
+from coordinator.intake.held_tools import Verdict, held_tools
 from coordinator.intake.worker_threads import WorkerThreads
 from coordinator.models.served_model import ServedModel
 from coordinator.settings import CoordinatorSettings
@@ -134,17 +134,18 @@ class RequestPreparation:
         """Returns the plan with schemas of tools that the grammar holds, and what these have lost."""
         compiler = await self._compiler(served, vocab_size)
 
-        async def refusal(use: ToolUse) -> InvalidRequest | None:
+        async def check(use: ToolUse) -> Verdict:
             try:
                 with _grammar_errors_name("tools"):
                     grammar = plan.with_tools(use).grammar(served.tokenizer.added_token_ids)
-                if grammar is not None:
-                    await _check_grammar(compiler, grammar, "tools", tenant)
             except InvalidRequest as error:
-                return error
-            return None
+                return Verdict(error, 0.0)
+            if grammar is None:
+                return Verdict(None, 0.0)
+            refusal, compile_s = await compiler.judge_async(grammar, tenant)
+            return Verdict(refusal and _renamed(refusal, "tools"), compile_s)
 
-        held, loosened = await held_tools(use, refusal, self._threads.run)
+        held, loosened = await held_tools(use, check, self._threads.run)
         return plan.with_tools(held), loosened
 
     async def _with_closed_schema(self, request: GenerationInput) -> GenerationInput:
@@ -290,8 +291,11 @@ def _grammar_errors_name(parameter: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        message = error.message if parameter == "grammar" else f"{parameter}: {error.message}"
-        raise InvalidRequest(parameter, message) from error
+        raise _renamed(error, parameter) from error
+
+
+def _renamed(error: InvalidRequest, parameter: str) -> InvalidRequest:
+    return InvalidRequest(parameter, error.message if parameter == "grammar" else f"{parameter}: {error.message}")
 
 
 def _is_short_chat(request: GenerationInput) -> bool:

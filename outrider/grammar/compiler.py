@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from hashlib import blake2b
@@ -12,7 +14,7 @@ from typing import Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider.errors import ConfigurationError, InvalidRequest
-from outrider.grammar.compile_queue import CompileQueue, start_with_a_deep_stack
+from outrider.grammar.compile_queue import TIME_LIMIT_S, CompileQueue, start_with_a_deep_stack
 from outrider.grammar.position import GrammarViolation, Position, Vocabulary
 from outrider.grammar.source import to_llguidance
 from outrider.grammar.state import GrammarState
@@ -25,6 +27,9 @@ MAX_ITEMS: Final = 10_000  # of the parser for one mask: 90 ms for the most ambi
 MAX_KEPT: Final = 16  # compiled grammars, of up to tens of megabytes
 MAX_VERDICTS: Final = 1024  # of grammars that were only checked
 DIGEST_BYTES: Final = 32
+
+Verdict = tuple[InvalidRequest | None, float]
+"""The refusal of a grammar, if there is one, and the processor time that compiling took, in seconds."""
 
 
 class GrammarCompiler:
@@ -47,14 +52,24 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._loaded: Vocabulary | None = None
         self._states = CompileQueue[GrammarState](MAX_KEPT)
-        self._verdicts = CompileQueue[bool](MAX_VERDICTS)
+        self._verdicts = CompileQueue[Verdict](MAX_VERDICTS)
 
     async def check_async(self, spec: GrammarSpec, owner: str = "") -> None:
         """Raises InvalidRequest("grammar") with llguidance's reason when the grammar does not compile.
 
         Only the result is cached. `owner` is the tenant, see `CompileQueue`.
         """
-        await self._verdicts.get_async(digest(spec), owner, lambda: self._is_good(spec))
+        refusal, _ = await self.judge_async(spec, owner)
+        if refusal is not None:
+            raise copy.copy(refusal)  # each caller gets its own traceback
+
+    async def judge_async(self, spec: GrammarSpec, owner: str = "") -> Verdict:
+        """Returns the reason for which a grammar does not compile, if there is one, and the time that it took, which
+        is the same for a cached result. Raises as `check_async` does, but for InvalidRequest."""
+        try:
+            return await self._verdicts.get_async(digest(spec), owner, lambda: self._verdict(spec))
+        except InvalidRequest as error:  # it takes too long
+            return error, TIME_LIMIT_S
 
     async def compile_async(self, spec: GrammarSpec, owner: str = "") -> GrammarState:
         """Returns the state before the first token, for the caller's exclusive use; raises as `check_async` does, and
@@ -67,16 +82,19 @@ class GrammarCompiler:
             self._states.forget(key)  # other sequences have used up the lexer that all forks share
         return start.fork()
 
-    def _is_good(self, spec: GrammarSpec) -> bool:
-        self._build(spec)
-        return True
+    def _verdict(self, spec: GrammarSpec) -> Verdict:
+        refusal, began_s = None, time.thread_time()
+        try:
+            self._vocabulary()
+            began_s = time.thread_time()  # reading the vocabulary is no part of a grammar's time
+            self._build(spec)
+        except InvalidRequest as error:
+            refusal = error
+        return refusal, time.thread_time() - began_s
 
     def _build(self, spec: GrammarSpec) -> GrammarState:
         """Builds a state; needs a thread with a deep stack."""
-        try:
-            vocabulary = self._vocabulary()
-        except ConfigurationError as error:
-            raise InvalidRequest("grammar", f"this model cannot follow grammars: {error}") from error
+        vocabulary = self._vocabulary()
         grammar = to_llguidance(spec)
 
         def start() -> Position:
@@ -99,7 +117,10 @@ class GrammarCompiler:
     def _vocabulary(self) -> Vocabulary:
         with self._lock:
             if self._loaded is None:
-                tokenizer, num_known = self._load(self._tokenizer_json)
+                try:
+                    tokenizer, num_known = self._load(self._tokenizer_json)
+                except ConfigurationError as error:
+                    raise InvalidRequest("grammar", f"this model cannot follow grammars: {error}") from error
                 num_usable = min(num_known, self._vocab_size)
                 self._loaded = Vocabulary(tokenizer, num_usable, self._vocab_size, self._eos_token_ids)
             return self._loaded

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from coordinator.intake.closed_schema import closed
-from coordinator.intake.loosening.disjoint_schemas import exclude_each_other
+from coordinator.intake.loosening.disjoint_schemas import DisjointSchemas
 from coordinator.intake.loosening.loosened_pattern import loosened_pattern
 from coordinator.intake.loosening.loosened_schema import FORMATS, NOT_HELD, RISKY, loosened, outline
 from coordinator.intake.loosening.schema_references import References
@@ -253,7 +253,7 @@ _B: Any = {"type": "object", "properties": {"kind": {"const": "b"}}, "required":
     ],
 )
 def test_schemas_exclude_each_other_where_that_is_certain(schemas: list[Any], expected: bool) -> None:
-    assert exclude_each_other(schemas, References(_SHAPES)) is expected
+    assert DisjointSchemas(References(_SHAPES)).exclude_each_other(schemas) is expected
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from llguidance import LLTokenizer
 
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.grammar import GrammarCompiler, compile_queue
 from outrider.grammar.compile_queue import MAX_RUNNING, CompileQueue
+from outrider.grammar.tokenizer import load_tokenizer
 from outrider.sampling_params import GrammarKind, GrammarSpec
 
 
@@ -196,3 +199,24 @@ async def test_a_worker_compiles_for_the_owners_that_its_callers_name(
         with pytest.raises(Overloaded):
             await compiler.compile_async(GrammarSpec(GrammarKind.REGEX, "a"), owner)
     assert owners == ["one", "other"]
+
+
+async def test_a_verdict_tells_the_time_of_compiling_but_not_of_reading_the_vocabulary() -> None:
+    reading_s = 0.3
+
+    def load(path: Path) -> tuple[LLTokenizer, int]:
+        began_s = time.thread_time()
+        while time.thread_time() - began_s < reading_s:
+            pass
+        return load_tokenizer(path)
+
+    tokenizer_json = Path(__file__).parents[2] / "demo" / "target" / "tokenizer.json"
+    compiler = GrammarCompiler(tokenizer_json, vocab_size=4096, eos_token_ids=frozenset([1]), load=load)
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+    refusal, compile_s = await compiler.judge_async(spec)
+    assert refusal is None
+    assert 0 < compile_s < reading_s
+    assert await compiler.judge_async(spec) == (None, compile_s)
+    refusal, compile_s = await compiler.judge_async(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"not": {}}'))
+    assert refusal is not None
+    assert compile_s > 0

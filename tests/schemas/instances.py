@@ -71,7 +71,10 @@ def _flat(schema: Mapping[str, Any], root: Any, chance: random.Random, depth: in
     while parts and (part := parts[-1]) and isinstance(part.get("$ref"), str) and len(parts) < 8:
         target: Any = root
         for key in part["$ref"].removeprefix("#").split("/")[1:]:
-            target = target.get(key, {}) if isinstance(target, Mapping) else {}
+            if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+                target = target[int(key)]
+            else:
+                target = target.get(key, {}) if isinstance(target, Mapping) else {}
         parts.append(target if isinstance(target, Mapping) else {})
     made: dict[str, Any] = {}
     for part in parts:

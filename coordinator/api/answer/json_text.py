@@ -7,6 +7,8 @@ this process would run for 1 s. Between two pieces other threads can run.
 from __future__ import annotations
 
 import json
+import math
+import sys
 from typing import Any, Final
 
 _ITEMS_AT_ONCE: Final = 256
@@ -18,6 +20,18 @@ def to_json_text(value: Any) -> str:
     pieces: list[str] = []
     _write(value, pieces)
     return "".join(pieces)
+
+
+def finite(value: Any) -> Any:
+    """Returns a copy of what a client sent that can be written as JSON again: Python reads 1e999 as infinity, which
+    becomes the largest double, and NaN null. It is nested no deeper than a body may be."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else math.copysign(sys.float_info.max, value)
 
 
 def _write(value: Any, pieces: list[str]) -> None:

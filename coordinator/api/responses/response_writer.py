@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from coordinator.api.answer.json_text import finite
 from coordinator.api.answer.openai_response import metrics_json
 from coordinator.api.answer.single_answer import SingleAnswer, named_event, num_cached_tokens, num_output_tokens
 from coordinator.api.responses.output_items import Event, OutputItems
@@ -42,9 +43,8 @@ class ResponsesWriter(SingleAnswer):
         """`created_s` is Unix time; `new_call_id` draws the id of a tool call; `is_kept`: the answer will be stored."""
         super().__init__(spec, tokenizer, spec.request.request_id, new_call_id)
         self._body = body
-        self._sent = body.model_dump(
-            include={"tools", "tool_choice", "text", "reasoning"}, by_alias=True, exclude_unset=True, exclude_none=True
-        )
+        fields = {"tools", "tool_choice", "text", "reasoning"}
+        self._sent = finite(body.model_dump(include=fields, by_alias=True, exclude_unset=True, exclude_none=True))
         self._is_kept = is_kept
         self._created_s = created_s
         self._items = OutputItems(self.request_id)

@@ -2,16 +2,18 @@
 
 Invariant: everything that a schema permits, its loosened form permits, too. So no keyword is dropped where that would
 forbid something: a pattern of property names goes together with the `additionalProperties` that it was exempt from.
-Schemas under `not`, `if` and the like, of which a looser one would forbid more, are dropped as a whole.
+Schemas under `not`, `if` and the like, of which a looser one would forbid more, are dropped as a whole. Alternatives
+keep their places, since references name them; a reference that leads to something else afterwards is dropped.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from coordinator.intake.loosening.disjoint_schemas import exclude_each_other
+from coordinator.intake.loosening.disjoint_schemas import DisjointSchemas
 from coordinator.intake.loosening.loosened_pattern import loosened_pattern
 from coordinator.intake.loosening.schema_references import References
 
@@ -38,6 +40,8 @@ FORMATS: Final = frozenset({
 """The values of `format` that a grammar holds."""
 RISKY: Final = frozenset({"pattern", "patternProperties", "multipleOf", "minProperties", "maxProperties", "enum"})
 """Keywords that a grammar holds only within its bounds, which their values do not show."""
+COUNT_MAX: Final = (1 << 32) - 1
+"""The largest length or number of items that a grammar holds for every keyword that has one."""
 
 _TYPES: Final = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _DIALECTS: Final = tuple(
@@ -100,11 +104,20 @@ def _typed(schema: Any) -> dict[str, Any]:
 class _Writer:
     def __init__(self, root: Any, without: frozenset[str]) -> None:
         self._references = References(root)
+        self._disjoint = DisjointSchemas(self._references)
         self._without = without
+        self._forms: dict[int, dict[int, Any]] = {}  # looser forms by their ids, by the id of what was sent
+        self._places: dict[int, tuple[str, ...]] = {}  # of what was sent, by the ids of looser forms
         self.dropped: dict[str, None] = {}
         self._told_chars_left = TOLD_CHARS_MAX
 
     def loosen(self, schema: Any, place: tuple[str, ...]) -> Any:
+        made = self._loosened(schema, place)
+        self._forms.setdefault(id(schema), {})[id(made)] = made
+        self._places[id(made)] = place
+        return made
+
+    def _loosened(self, schema: Any, place: tuple[str, ...]) -> Any:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
@@ -119,17 +132,23 @@ class _Writer:
         return made
 
     def drop_broken_references(self, made: Any) -> None:
-        """Drops, in place, references that lead nowhere, or in a circle without a value in between."""
+        """Drops, in place, references that lead nowhere, in a circle without a value in between, or to another schema
+        than those that were sent."""
         references = References(made)
-        pending: list[tuple[Any, tuple[str, ...]]] = [(made, ())]
+        pending = [made]
         while pending:
-            node, place = pending.pop()
+            node = pending.pop()
             if not isinstance(node, dict):
                 continue
-            if "$ref" in node and references.resolved(node) is None:
+            if "$ref" in node and (references.resolved(node) is None or not self._is_kept(node["$ref"], references)):
                 del node["$ref"]
-                self._drop(*place, "$ref")
-            pending += [(value, (*place, *names)) for names, value in _subschemas(node)]
+                self._drop(*self._places[id(node)], "$ref")
+            pending += _subschemas(node)
+
+    def _is_kept(self, reference: str, references: References) -> bool:
+        """Whether a reference leads to a looser form of the schema that it led to, or to one that was kept as sent."""
+        sent, made = self._references.target(reference), references.target(reference)
+        return made is sent or id(made) in self._forms.get(id(sent), ())
 
     def _drop(self, *place: str) -> None:
         # Each place repeats the client's names around it, so that all places may be far longer than the schema.
@@ -163,7 +182,7 @@ class _Writer:
             made[name] = {key: self.loosen(each, (*here, key)) for key, each in value.items()}
         elif name in _SCHEMA_LISTS or (name == "items" and isinstance(value, list)):
             options = [self.loosen(each, (*here, str(index))) for index, each in enumerate(value)]
-            made[name] = [*made.get(name, ()), *(_possible(options) if name == "anyOf" else options)]
+            made[name] = [*options, *made.get(name, ())]  # those of `oneOf` stand behind, and change no place
         elif name in _SCHEMAS:
             made[name] = self.loosen(value, here)
         elif name in _COUNTS:
@@ -188,10 +207,10 @@ class _Writer:
         return schema
 
     def _keep_one_of(self, made: dict[str, Any], options: list[Any], here: tuple[str, ...]) -> None:
-        if not exclude_each_other(options, self._references):
+        if not self._disjoint.exclude_each_other(options):
             self._drop(*here)
         loose = [self.loosen(each, (*here, str(index))) for index, each in enumerate(options)]
-        made["allOf"] = [*made.get("allOf", ()), {"anyOf": _possible(loose)}]
+        made["allOf"] = [*made.get("allOf", ()), {"anyOf": loose}]
 
     def _keep_pattern(self, made: dict[str, Any], pattern: str, here: tuple[str, ...]) -> None:
         loose = loosened_pattern(pattern)
@@ -209,20 +228,15 @@ class _Writer:
             made["patternProperties"] = kept
 
 
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The schemas directly within a loosened one, each with the names that lead to it."""
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """The schemas directly within a loosened one."""
     for name, value in schema.items():
         if name in _SCHEMA_MAPS:
-            yield from (((name, key), each) for key, each in value.items())
+            yield from value.values()
         elif name in _SCHEMA_LISTS or (name == "items" and isinstance(value, list)):
-            yield from (((name, str(index)), each) for index, each in enumerate(value))
+            yield from value
         elif name in _SCHEMAS:
-            yield (name,), value
-
-
-def _possible(options: list[Any]) -> list[Any]:
-    """Alternatives without those that permit nothing, unless all do."""
-    return [each for each in options if each is not False] or options
+            yield value
 
 
 def _forbids_all(schema: Mapping[str, Any]) -> bool:
@@ -254,7 +268,7 @@ def _is_held(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
         case "pattern":
             return isinstance(value, str)
         case "enum":
-            return isinstance(value, list) and bool(value)
+            return isinstance(value, list) and bool(value) and _is_in_range(value)
         case "required":
             return isinstance(value, list) and all(isinstance(each, str) for each in value)
         case "multipleOf":
@@ -269,7 +283,7 @@ def _is_held(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
         return isinstance(value, Mapping)
     if name in _SCHEMA_LISTS:
         return isinstance(value, list) and bool(value)
-    return True
+    return name in _SCHEMAS or _is_in_range(value)
 
 
 def _may_be(schema: Mapping[str, Any], type_name: str) -> bool:
@@ -285,8 +299,24 @@ def _has_optional(schema: Mapping[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a number that a double holds: Python reads 1e999 as infinity, and integers of any length."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
+    return _is_number(value) and 0 <= value <= COUNT_MAX and value == int(value)
+
+
+def _is_in_range(value: Any) -> bool:
+    """Whether all numbers in a value are such ones."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, Mapping):
+            pending += each.values()
+        elif isinstance(each, list):
+            pending += each
+        elif isinstance(each, int | float) and not isinstance(each, bool) and not _is_number(each):
+            return False
+    return True

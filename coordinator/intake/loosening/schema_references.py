@@ -8,6 +8,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 _STEPS_MAX: Final = 16
+_INDEX_DIGITS_MAX: Final = 9
 
 
 class References:
@@ -15,6 +16,7 @@ class References:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._targets: dict[str, Any] = {}  # by reference: many may pass the same long one
 
     def resolved(self, schema: Any) -> Any | None:
         """Returns the schema that a schema's references lead to, itself if it has none.
@@ -24,12 +26,18 @@ class References:
         for _ in range(_STEPS_MAX):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
-            schema = self._target(schema["$ref"])
+            schema = self.target(schema["$ref"])
         return None
 
-    def _target(self, reference: Any) -> Any | None:
+    def target(self, reference: Any) -> Any | None:
+        """Returns the schema that a reference leads to, which may have one itself; None if it leads to none here."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
+        if reference not in self._targets:
+            self._targets[reference] = self._found(reference)
+        return self._targets[reference]
+
+    def _found(self, reference: str) -> Any | None:
         pointer = unquote(reference[1:])
         if pointer and not pointer.startswith("/"):
             return self._anchored.get(pointer)
@@ -38,7 +46,7 @@ class References:
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(node, Mapping) and key in node:
                 node = node[key]
-            elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
+            elif isinstance(node, list) and _is_index(key) and int(key) < len(node):
                 node = node[int(key)]
             else:
                 return None
@@ -49,6 +57,10 @@ class References:
         """The schemas with an `$anchor`, by it."""
         nodes = ((node.get("$anchor"), node) for node in _objects(self._root))
         return {anchor: node for anchor, node in nodes if isinstance(anchor, str)}
+
+
+def _is_index(key: str) -> bool:
+    return key.isdecimal() and len(key) <= _INDEX_DIGITS_MAX
 
 
 def _objects(schema: Any) -> Iterator[Mapping[str, Any]]:

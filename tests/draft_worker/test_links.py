@@ -57,7 +57,7 @@ async def test_every_new_stream_hears_of_the_session_again() -> None:
     async with serving(BreakingTarget()) as (target, address):
         links: TargetLinks
 
-        def introduce(event: Event) -> None:
+        def introduce(event: Event, target: str) -> None:
             if isinstance(event, LinkOpened):
                 links.put(Subscribe(address, "a", 1, 5))
                 links.put(SendHints(address, "a", 1, 5, [Hint(1, 0, 7)]))
@@ -79,7 +79,7 @@ async def test_a_model_thread_that_is_too_far_behind_does_not_end_the_link() -> 
         num_refused = 0
         links: TargetLinks
 
-        def refuse_twice(event: Event) -> None:
+        def refuse_twice(event: Event, target: str) -> None:
             nonlocal num_refused
             if num_refused < 2:
                 num_refused += 1
@@ -101,7 +101,7 @@ async def test_a_session_that_left_before_the_frame_did_is_not_subscribed_and_hi
     async with serving(BreakingTarget()) as (target, address):
         links: TargetLinks
 
-        def introduce(event: Event) -> None:
+        def introduce(event: Event, target: str) -> None:
             if isinstance(event, LinkOpened):
                 links.put(Subscribe(address, "a", 1, 5))
                 links.put(SendHints(address, "a", 1, 5, [Hint(1, 0, 7)]))
@@ -124,7 +124,7 @@ async def test_after_a_break_hints_wait_until_the_target_has_heard_of_their_sess
         links: TargetLinks
         num_streams = 0
 
-        def introduce(event: Event) -> None:
+        def introduce(event: Event, target: str) -> None:
             nonlocal num_streams
             if isinstance(event, LinkOpened):
                 num_streams += 1
@@ -174,7 +174,7 @@ async def test_hints_that_are_not_urgent_wait_for_company_but_not_for_ever(
 
     async with serving(ListeningTarget()) as (target, address):
         is_open = asyncio.Event()
-        links = TargetLinks(lambda _: is_open.set())
+        links = TargetLinks(lambda *_: is_open.set())
         links.join(address, "a")
         try:
             async with asyncio.timeout(WAIT_S):
@@ -197,7 +197,7 @@ async def test_hints_that_are_not_urgent_wait_for_company_but_not_for_ever(
 @pytest.mark.thorough
 async def test_the_round_trip_to_a_target_is_measured() -> None:
     async with serving(ListeningTarget()) as (_, address):
-        links = TargetLinks(lambda _: None)
+        links = TargetLinks(lambda *_: None)
         links.join(address, "a")
         try:
             links.put(Subscribe(address, "a", 1, 5))

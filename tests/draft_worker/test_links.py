@@ -13,7 +13,7 @@ import pytest
 
 import draft_worker.links
 from draft_worker.links import TargetLinks
-from draft_worker.messages import Event, LinkOpened, SendHints, Subscribe, Unsubscribe
+from draft_worker.messages import CommitReceived, Event, LinkOpened, SendHints, Subscribe, Unsubscribe
 from outrider.errors import Overloaded
 from outrider.hints.hint_tree import Hint
 from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
@@ -95,6 +95,46 @@ async def test_a_model_thread_that_is_too_far_behind_does_not_end_the_link() -> 
             assert num_refused == 2
         finally:
             await links.close()
+
+
+class TalkingTarget(hints_pb2_grpc.HintsServicer):
+    """Sends a commit on the first channel for each position."""
+
+    async def Exchange(self, request_iterator: Any, context: Any) -> Any:
+        async for frame in request_iterator:
+            for subscribe in frame.subscribe:
+                for position in range(5, 305):
+                    commit = hints_pb2.SessionCommit(channel=subscribe.channel, from_len=position, token_ids=[1])
+                    yield hints_pb2.CommitFrame(commits=[commit])
+
+
+async def test_a_target_without_room_is_read_later_and_another_meanwhile() -> None:
+    async with serving(TalkingTarget()) as (_, full), serving(TalkingTarget()) as (_, other):
+        heard: dict[str, list[int]] = {full: [], other: []}
+        has_room, links, is_done = {full: False, other: True}, list[TargetLinks](), asyncio.Event()
+
+        def hear(event: Event, target: str) -> None:
+            if isinstance(event, LinkOpened):
+                links[0].put(Subscribe(target, target, 1, 5))
+            elif isinstance(event, CommitReceived):
+                assert event.session_id == target
+                heard[target].append(event.from_len)
+                if len(heard[target]) == 300:
+                    is_done.set()
+
+        links.append(TargetLinks(hear, has_room=lambda target: has_room[target]))
+        for address in (full, other):
+            links[0].join(address, address)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await is_done.wait()
+                assert heard[full] == []
+                is_done.clear()
+                has_room[full] = True
+                await is_done.wait()
+            assert heard[full] == heard[other] == list(range(5, 305)), "all of it, and in order"
+        finally:
+            await links[0].close()
 
 
 async def test_a_session_that_left_before_the_frame_did_is_not_subscribed_and_hints_nothing() -> None:

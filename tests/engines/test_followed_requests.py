@@ -143,6 +143,17 @@ def test_a_paused_request_costs_the_engine_nothing() -> None:
     assert requests.take_hints() is None
 
 
+def test_hints_that_wait_until_the_tokens_have_left_them_cost_the_engine_nothing() -> None:
+    requests = opened()
+    requests.handle(SubscribeDraft(STREAM, NAME, 3))
+    requests.handle(HintsArrived(NAME, 1, 3, [Hint(1, 0, 9), Hint(2, 1, 8)], 0.0, stream_id=STREAM))
+    requests.take_commits(commit(3, [5]))
+    assert not frame_of(requests).nodes
+    requests.handle(HintsArrived(NAME, 1, 4, [Hint(3, 0, 6), Hint(4, 3, 7)], 0.0, stream_id=STREAM))
+    requests.take_commits(commit(4, [6]))
+    assert list(frame_of(requests).nodes[0].token_ids) == [6, 7], "those that they follow stay"
+
+
 def test_an_id_that_fits_into_no_message_costs_its_hint_alone() -> None:
     requests = opened()
     requests.handle(HintsArrived(NAME, 1, 3, [Hint(2**32 - 1, 0, 9), Hint(2**32, 0, 8)], 0.0))

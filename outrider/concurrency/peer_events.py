@@ -17,7 +17,7 @@ EventT = TypeVar("EventT")
 
 @dataclass(slots=True)
 class _Peer(Generic[EventT]):
-    """What waits of one peer. Sizes are beside their events."""
+    """The waiting events of one peer, each with its size."""
 
     size: int = 0
     streams: dict[Hashable, deque[tuple[EventT, int]]] = field(default_factory=dict)  # first whose turn it is

@@ -1,4 +1,4 @@
-"""What peers send waits in queues of their own, and leaves in turns."""
+"""Events of peers wait in queues of their own, and leave in turns."""
 
 from __future__ import annotations
 

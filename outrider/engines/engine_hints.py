@@ -30,8 +30,8 @@ millisecond of a core, which the engine's own threads may want."""
 TAKE_SHARE: Final = 0.25
 """Share of the engine's time that taking hints may have, whoever sends them. What is left waits for the next step."""
 FRAME_REQUESTS: Final = 16
-"""For each so many requests of a step one frame is taken in any case: with eight hints for each, it is full. So honest
-draft workers' hints are taken however short the steps are."""
+"""For each so many requests of a step one frame is taken in any case: with eight hints for each, it is full. One more
+ends a delay. Thus the hints of honest draft workers are there however short the steps are."""
 TAKE_S: Final = 0.002
 """Processor time that it may have at once."""
 ANNOUNCE_S: Final = 0.001
@@ -165,7 +165,7 @@ class EngineHints:
     def finish_step(self, fed: Sequence[Fed], num_tokens: int, step_ms: float, *, only_decodes: bool) -> None:
         """Takes a step's result: the engine has appended its tokens."""
         now = self._now()
-        self._num_due = -(-len(fed) // FRAME_REQUESTS)
+        self._num_due = len(fed) // FRAME_REQUESTS + 1
         only_decodes = only_decodes and all(each.request_id in self._requests for each in fed)
         self._requests.finish_step(fed, num_tokens, step_ms, now, only_decodes=only_decodes)
         for request_id in self._closed:

@@ -79,7 +79,7 @@ class FollowedRequests:
             del self._changed[request]
             self._tell_attachment(frame, request)
         # Hints come after their subscription.
-        chosen = [] if self._changed else self._pending.take(MAX_FRAME_NODES, MAX_FRAME_REQUESTS)
+        chosen = [] if self._changed else self._pending.take(MAX_FRAME_NODES, MAX_FRAME_REQUESTS, len(self))
         for request, hints in chosen:
             request.encoder.encode(frame.nodes.add(channel=request.number), request.waiting.base_len, hints)
             newest_at = max(newest_at, request.waiting.arrived_at)

@@ -25,6 +25,8 @@ ENGINE_NODES: Final = 4096
 """Hints of all requests that may be under way."""
 PEER_NODES: Final = ENGINE_NODES // 4
 """Those of them that one connection may have: those of others come soon after."""
+STEP_NODES: Final = 8
+"""Of each open request a connection may have so many, up to half of all: a step takes them however short it is."""
 
 
 @dataclass(slots=True)
@@ -110,15 +112,16 @@ class PendingHints(Generic[R]):
         if not requests:
             self._turns.pop(request.waiting.peer, None)
 
-    def take(self, nodes_max: int, requests_max: int) -> Sent[R]:
-        """Returns what the next frame has. If it is sent, `sent` must follow at once."""
+    def take(self, nodes_max: int, requests_max: int, num_open: int = 0) -> Sent[R]:
+        """Returns what the next frame has. If it is sent, `sent` must follow at once. num_open: open requests."""
         chosen: Sent[R] = []
+        peer_nodes = max(PEER_NODES, min(STEP_NODES * num_open, ENGINE_NODES // 2))
         nodes_max = min(nodes_max, ENGINE_NODES - sum(self._num_under_way.values()))
         while nodes_max > 0 and len(chosen) < requests_max:
-            peer = next((each for each in self._turns if self._num_under_way.get(each, 0) < PEER_NODES), None)
+            peer = next((each for each in self._turns if self._num_under_way.get(each, 0) < peer_nodes), None)
             if peer is None:
                 break
-            room = min(nodes_max, PEER_NODES - self._num_under_way.get(peer, 0))
+            room = min(nodes_max, peer_nodes - self._num_under_way.get(peer, 0))
             request = next(iter(self._turns[peer]))
             waiting = request.waiting
             hints = waiting.hints[: min(room, TURN_NODES, REQUEST_NODES - waiting.num_under_way)]

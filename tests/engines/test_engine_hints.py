@@ -154,6 +154,19 @@ def test_the_hints_of_every_request_are_taken_in_each_step_however_short_it_is(s
         engine.now += step_s
 
 
+def test_hints_that_came_late_catch_up_in_short_steps() -> None:
+    engine, num_requests, step_s = Engine(), 256, 0.004
+    num_frames = num_requests // FRAME_REQUESTS
+    taken = engine.flood(1.46e-4, 8)
+    fed = [Fed(f"other-{index}", 0) for index in range(num_requests)]
+    for _ in range(20):
+        engine.hints.finish_step(fed, num_requests, step_s * 1e3, only_decodes=True)
+        engine.link.hints += [(hints_pb2.HintFrame(), engine.now)] * num_frames
+        engine.hints.collect()
+        engine.now += step_s
+    assert len(taken) == 8 + 20 * num_frames, "nothing is left for a later step"
+
+
 def test_a_flood_over_one_request_has_no_more_than_its_share_in_short_steps() -> None:
     engine, step_s = Engine(), 0.001
     taken, began = engine.flood(1.46e-4), engine.now

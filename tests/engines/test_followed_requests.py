@@ -154,6 +154,20 @@ def test_hints_that_wait_until_the_tokens_have_left_them_cost_the_engine_nothing
     assert list(frame_of(requests).nodes[0].token_ids) == [6, 7], "those that they follow stay"
 
 
+def test_one_draft_worker_may_send_what_a_step_of_many_requests_takes() -> None:
+    requests, num_requests = FollowedRequests(), 256
+    for number in range(1, num_requests + 1):
+        requests.open(number, draft_pb2.AttachRequest(session_id=str(number), hint_token="x", token_ids=[1]))
+        name = session_name(str(number), "x")
+        requests.handle(SubscribeDraft(STREAM, name, 1))
+        hints = [Hint(node_id, node_id - 1, 7) for node_id in range(1, 9)]
+        requests.handle(HintsArrived(name, 1, 1, hints, 0.0, stream_id=STREAM))
+    num_sent = 0
+    while (told := requests.take_hints()) is not None:  # the engine takes none of them
+        num_sent += sum(len(nodes.parent_ids) for nodes in told[0].nodes)
+    assert num_sent == 8 * num_requests
+
+
 def test_an_id_that_fits_into_no_message_costs_its_hint_alone() -> None:
     requests = opened()
     requests.handle(HintsArrived(NAME, 1, 3, [Hint(2**32 - 1, 0, 9), Hint(2**32, 0, 8)], 0.0))

@@ -26,7 +26,7 @@ ENGINE_NODES: Final = 4096
 PEER_NODES: Final = ENGINE_NODES // 4
 """Those of them that one connection may have: those of others come soon after."""
 STEP_NODES: Final = 8
-"""Of each open request a connection may have so many, up to half of all: a step takes them however short it is."""
+"""One connection may have so many for each open request, up to half of all: a step takes them however short it is."""
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ MAX_PENDING_NODES = 8192  # per link; nodes beyond it are dropped and resent lat
 GATHERING_SHARE = 0.25  # of the time between two commits
 MAX_INTERVAL_S = 0.1  # between commits; longer ones are pauses
 PING_S = 2.0  # as often as the registry is updated
+ROOM_S = 0.005  # how often a link that waits for room looks for it
 MAX_FRAME_COMMITS = 4096  # the most that a target queues for a slow draft worker
 NUM_CHANNELS = 16383  # two bytes of varint; far more than sessions on one stream
 
@@ -75,13 +76,21 @@ class _Pace:
 class TargetLink:
     """The stream to one target worker, reopened when it breaks."""
 
-    def __init__(self, address: str, on_event: Callable[[Event], None], dial: Dial, distance: Distance) -> None:
+    def __init__(
+        self,
+        address: str,
+        on_event: Callable[[Event], None],
+        dial: Dial,
+        distance: Distance,
+        has_room: Callable[[], bool],
+    ) -> None:
         self.address = address
         self._dial = dial
         self._distance = distance
         self._is_ping_due = False
         self.hint_tokens: dict[str, str] = {}  # session id -> token that its hints must carry
         self._on_event = on_event
+        self._has_room = has_room
         self._channels: dict[str, int] = {}  # session id -> channel on this stream
         self._session_ids: dict[int, str] = {}  # channel -> session id
         self._encoders: dict[int, HintEncoder] = {}  # channel -> encoder
@@ -180,6 +189,8 @@ class TargetLink:
                     self._distance.pong(frame.pong, now)
                 if frame.commits:
                     self._pace.hear(now)
+                while not self._has_room():  # noqa: ASYNC110 - another thread makes room
+                    await asyncio.sleep(ROOM_S)
                 for commit in frame.commits:
                     session_id = self._session_ids.get(commit.channel)
                     if session_id is not None:  # otherwise it has left meanwhile
@@ -247,9 +258,16 @@ class TargetLink:
 class TargetLinks:
     """All links of one draft worker, opened and closed as sessions come and go."""
 
-    def __init__(self, on_event: Callable[[Event], None], dial: Dial | None = None) -> None:
-        """`dial` None means plaintext connections."""
+    def __init__(
+        self,
+        on_event: Callable[[Event, str], None],
+        dial: Dial | None = None,
+        has_room: Callable[[str], bool] = lambda address: True,
+    ) -> None:
+        """`on_event` takes an event and the target's address; `dial` None means plaintext connections; `has_room` tells
+        whether there is room for more events of a target, whose stream is not read otherwise."""
         self._on_event = on_event
+        self._has_room = has_room
         self._dial = dial or TargetDialer()
         self.distances = Distances()
         self._links: dict[str, TargetLink] = {}
@@ -258,7 +276,13 @@ class TargetLinks:
     def join(self, address: str, session_id: str, hint_token: str = "") -> None:
         """Opens the link if necessary and registers the session. Must be followed by `leave`."""
         if address not in self._links:
-            self._links[address] = TargetLink(address, self._on_event, self._dial, self.distances.to(address))
+            self._links[address] = TargetLink(
+                address,
+                lambda event: self._on_event(event, address),
+                self._dial,
+                self.distances.to(address),
+                lambda: self._has_room(address),
+            )
         self._links[address].hint_tokens[session_id] = hint_token
 
     def leave(self, address: str, session_id: str) -> None:

@@ -86,7 +86,7 @@ class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer)
         self._scheduler = scheduler
         self._metrics = metrics
         self._callers: dict[str, _Caller] = {}
-        self._links = TargetLinks(lambda event: self._submit(event, is_from_peer=True), dial)
+        self._links = TargetLinks(lambda event, target: self._submit(event, peer=target), dial, self._has_room)
         self._tracing = tracing
 
     @property

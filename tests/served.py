@@ -20,10 +20,11 @@ from draft_worker.limits import DraftLimits
 from draft_worker.runner import DraftCore
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.server import DraftServicer
+from outrider.concurrency.loop_share import LoopShare
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.grammar import GrammarCompiler
 from outrider.observability.telemetry import DraftMetrics, TargetMetrics
-from outrider.worker.model_thread import Core, ModelThread
+from outrider.worker.model_thread import PEERS_S, PEERS_SHARE, Core, ModelThread
 from outrider.worker.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
 from protos.outrider.v1 import common_pb2, draft_pb2_grpc, hints_pb2_grpc, target_pb2, target_pb2_grpc
 from target_worker.limits import SchedulerLimits
@@ -130,14 +131,16 @@ async def listening(server: grpc.aio.Server) -> AsyncIterator[grpc.aio.Channel]:
 
 
 @contextmanager
-def _thread(core: Core[Any, Any], servicer: Any, failures: list[BaseException]) -> Iterator[None]:
+def _thread(
+    core: Core[Any, Any], servicer: Any, failures: list[BaseException], share: LoopShare | None = None
+) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
     def deliver(actions: list[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             loop.call_soon_threadsafe(servicer.dispatch, actions)
 
-    thread = ModelThread(core, deliver, failures.append, name="model")
+    thread = ModelThread(core, deliver, failures.append, name="model", peers_share=share)
     servicer.bind(thread)
     thread.start()
     try:
@@ -156,7 +159,8 @@ def served_target(**limits: Any) -> Iterator[ServedTarget]:
     failures: list[BaseException] = []
 
     async def opened(stack: AsyncExitStack) -> grpc.aio.Channel:
-        stack.enter_context(_thread(TargetCore(scheduler, engine(FAMILY), metrics), servicer, failures))
+        core, share = TargetCore(scheduler, engine(FAMILY), metrics), LoopShare(PEERS_SHARE, PEERS_S)
+        stack.enter_context(_thread(core, servicer, failures, share))
         server = grpc.aio.server(options=SERVER_OPTIONS)
         target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
         hints_pb2_grpc.add_HintsServicer_to_server(servicer.hints, server)

@@ -119,7 +119,7 @@ class FakeTarget:
 
     # What the service asks of a model's thread.
 
-    def submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
+    def submit(self, event: Event, *, is_release: bool = False, peer: str | None = None) -> bool:
         if isinstance(event, StartSession):  # the prompt's length is all that counts
             num_steps = -(-event.sampling.max_tokens // self._tokens_per_step)
             event = replace(
@@ -129,6 +129,9 @@ class FakeTarget:
                 speculation=_PLAIN,
             )
         self._worker.take([event])
+        return True
+
+    def has_room(self, peer: str) -> bool:
         return True
 
     def has_events(self) -> bool:

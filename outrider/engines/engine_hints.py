@@ -27,8 +27,11 @@ TELL_S: Final = 0.1
 """How often the hint server is told of commits while no draft worker waits for them: taking a message costs it up to a
 millisecond of a core, which the engine's own threads may want."""
 
-TAKE_SHARE: Final = 0.1
+TAKE_SHARE: Final = 0.25
 """Share of the engine's time that taking hints may have, whoever sends them. What is left waits for the next step."""
+FRAME_REQUESTS: Final = 16
+"""For each so many requests of a step one frame is taken in any case: with eight hints for each, it is full. One more
+ends a delay. Thus the hints of honest draft workers are there however short the steps are."""
 TAKE_S: Final = 0.002
 """Processor time that it may have at once."""
 ANNOUNCE_S: Final = 0.001
@@ -75,6 +78,7 @@ class EngineHints:
         self._processor = processor
         self._sleep = sleep
         self._share = LoopShare(TAKE_SHARE, TAKE_S)
+        self._num_due = 0  # frames that are taken before the next step in any case
         self._is_connected = False
         self._closed: list[str] = []  # ended while the engine took a step's result
         self._waited_s = 0.0  # that the hint server was not told of
@@ -123,22 +127,27 @@ class EngineHints:
         """Takes what draft workers have sent, within the share of the engine's time."""
         self._connect()
         now, began = self._now(), self._processor()
-        if not self._share.wait_s(now):
+        if not self._pause_s(now):
             for frame, at in self._link.receive(now):
                 self._requests.take(frame, at)
                 ended = self._processor()
                 self._share.spend(ended - began, now)
-                if self._share.wait_s(now):
+                self._num_due = max(self._num_due - 1, 0)
+                if self._pause_s(now):
                     break
                 began = ended
         self._tell()
+
+    def _pause_s(self, now: float) -> float:
+        """How long no frame may be taken, unless a step ends before, seconds."""
+        return 0.0 if self._num_due else self._share.wait_s(now)
 
     @guarded(None)
     def wait(self, limits: Mapping[str, int], num_running: int) -> None:
         """Waits for hints while that pays, as `HintedRequests.wait_until`, and collects them."""
         now = began = self._now()
         while (until := self._requests.wait_until(limits, num_running, now)) is not None:
-            pause_s = self._share.wait_s(now)
+            pause_s = self._pause_s(now)
             if pause_s:  # a flood has used up the share, and honest hints wait behind it
                 self._sleep(min(pause_s, until - now))
             else:
@@ -156,6 +165,7 @@ class EngineHints:
     def finish_step(self, fed: Sequence[Fed], num_tokens: int, step_ms: float, *, only_decodes: bool) -> None:
         """Takes a step's result: the engine has appended its tokens."""
         now = self._now()
+        self._num_due = len(fed) // FRAME_REQUESTS + 1
         only_decodes = only_decodes and all(each.request_id in self._requests for each in fed)
         self._requests.finish_step(fed, num_tokens, step_ms, now, only_decodes=only_decodes)
         for request_id in self._closed:

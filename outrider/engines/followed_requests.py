@@ -79,7 +79,7 @@ class FollowedRequests:
             del self._changed[request]
             self._tell_attachment(frame, request)
         # Hints come after their subscription.
-        chosen = [] if self._changed else self._pending.take(MAX_FRAME_NODES, MAX_FRAME_REQUESTS)
+        chosen = [] if self._changed else self._pending.take(MAX_FRAME_NODES, MAX_FRAME_REQUESTS, len(self))
         for request, hints in chosen:
             request.encoder.encode(frame.nodes.add(channel=request.number), request.waiting.base_len, hints)
             newest_at = max(newest_at, request.waiting.arrived_at)
@@ -161,6 +161,7 @@ class FollowedRequests:
                 continue
             was_paused, request.is_paused = request.is_paused, commit.is_paused
             request.token_ids += commit.token_ids[max(len(request.token_ids) - commit.from_len, 0) :]
+            self._pending.commit(request, request.token_ids)
             # A paused draft worker gets no tokens until that changes.
             if not (was_paused and commit.is_paused) or commit.is_finished:
                 actions += [self._publish(request, stream_id, commit) for stream_id in request.followers]
@@ -240,5 +241,6 @@ class FollowedRequests:
             for hint in event.hints
             if hint.node_id <= _NODE_ID_MAX
         ]
-        self.num_dropped += self._pending.add(request, event.stream_id, event.base_len, hints, event.arrived_at)
+        peer = event.peer or event.stream_id
+        self.num_dropped += self._pending.add(request, peer, event.base_len, hints, event.arrived_at)
         self._queue(request)

@@ -34,6 +34,8 @@ SEND_BYTES: Final = 256 * 1024
 MAX_UNSENT_BYTES: Final = 8 * MAX_MESSAGE_BYTES
 """Bytes that may wait for the hint server to read. Above `SEND_BYTES` no request is announced to it, so that these are
 one prompt, and commits that it does not read."""
+STUCK_S: Final = 10.0
+"""How long the hint server may read nothing, while something is to be sent, before it is given up."""
 TAKEN_S: Final = 0.1
 """Longest that the hint server is not told of frames that were taken, unless something else is sent to it before."""
 RESTART_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -76,6 +78,7 @@ class HintLink:
         self._killed: list[Child] = []  # not yet reaped
         self._reader = FrameReader(FROM_HINT_SERVER)
         self._unsent = bytearray()
+        self._stuck_since: float | None = None  # the socket takes nothing; seconds
         self._num_taken = 0  # frames that the hint server was not told of
         self._told_at = 0.0  # of those that were taken
         self._num_failures = 0
@@ -104,6 +107,7 @@ class HintLink:
         ours.setblocking(False)
         self._socket, self._opened_at, self._reader = ours, now, FrameReader(FROM_HINT_SERVER)
         self._unsent, self._num_taken, self._told_at = bytearray(self._hello), 0, now
+        self._stuck_since = None
         self.num_starts += 1
         return True
 
@@ -129,6 +133,7 @@ class HintLink:
         if self._num_taken and (self._unsent or now - self._told_at >= TAKEN_S):
             self._unsent += pack(FrameKind.TAKEN, b"", self._num_taken)
             self._num_taken, self._told_at = 0, now
+        num_unsent = len(self._unsent)
         try:
             left = SEND_BYTES
             while self._unsent and left > 0:
@@ -140,7 +145,12 @@ class HintLink:
         except OSError as error:
             self._fail(now, str(error))
             return
-        if len(self._unsent) > MAX_UNSENT_BYTES:
+        if not num_unsent or len(self._unsent) < num_unsent:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        is_stuck = self._stuck_since is not None and now - self._stuck_since >= STUCK_S
+        if is_stuck or len(self._unsent) > MAX_UNSENT_BYTES:
             self._fail(now, f"it does not read; {len(self._unsent)} bytes wait for it")
 
     def receive(self, now: float) -> Iterator[tuple[hints_pb2.HintFrame, float]]:

@@ -23,6 +23,8 @@ FLOODED_S: Final = 10.0
 """How long one that has exceeded its own share has none."""
 SLICE_S: Final = 0.0005
 """Time after which a connection lets others go first."""
+ROOM_S: Final = 0.005
+"""How often a connection that waits for room looks for it."""
 NOTE_S: Final = 10.0
 """No more than one line about connections is logged in this time."""
 
@@ -42,10 +44,10 @@ class LoopPart:
         while (wait_s := self.share.wait_s(self._now())) or self._turn_s >= SLICE_S:  # noqa: ASYNC110 - it is time
             await asyncio.sleep(wait_s)
 
-    def take(self, pieces: Iterator[object]) -> bool:
-        """Takes as many pieces of a message as a turn permits; returns whether these were all."""
+    def take(self, pieces: Iterator[object], has_room: Callable[[], bool]) -> bool:
+        """Takes as many pieces of a message as a turn permits and have room; returns whether these were all."""
         end = object()
-        while self._turn_s < SLICE_S:
+        while self._turn_s < SLICE_S and has_room():
             began_s = self._clock()
             try:
                 if next(pieces, end) is end:
@@ -72,6 +74,7 @@ class Connection:
     part: LoopPart
     apart_from_s: float  # from then on it has a part of its own
     num_streams: int = field(default=0)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of its streams: one message at a time
 
 
 class Connections:
@@ -108,13 +111,26 @@ class Connections:
         """Waits until a connection may be read."""
         await self._part_of(connection).until_due()
 
-    async def take(self, connection: Connection, pieces: Iterator[object]) -> None:
-        """Takes the pieces of one message, and lets others go first in between."""
-        while True:
-            part = self._part_of(connection)
-            await part.until_due()
-            if part.take(pieces):
-                return
+    async def take(
+        self,
+        connection: Connection,
+        pieces: Iterator[object],
+        has_room: Callable[[str], bool] = lambda address: True,
+    ) -> None:
+        """Takes the pieces of one message, and lets others go first in between. While there is no room for a
+        connection's pieces it waits, and flow control holds what follows on the draft worker's side."""
+
+        def has_own_room() -> bool:
+            return has_room(connection.address)
+
+        async with connection.turn:
+            while True:
+                part = self._part_of(connection)
+                await part.until_due()
+                while not has_own_room():  # noqa: ASYNC110 - another thread makes room
+                    await asyncio.sleep(ROOM_S)
+                if part.take(pieces, has_own_room):
+                    return
 
     def note(self, text: str, *values: object) -> None:
         """Logs what a connection did wrong, unless something was logged just now: it may come again at once."""

@@ -61,8 +61,10 @@ class HintChannel:
 class DraftStream:
     """Commits on their way to one draft worker, batched into frames while it reads slowly."""
 
-    def __init__(self, stream_id: StreamId) -> None:
+    def __init__(self, stream_id: StreamId, address: str = "") -> None:
+        """address: of its connection."""
         self.stream_id = stream_id
+        self.address = address
         self.channels: dict[int, HintChannel] = {}  # by number
         self.followed: dict[str, int] = {}  # session id -> the channel that its commits go to
         self._ended: deque[tuple[int, HintChannel]] = deque()  # those that nobody follows any more, oldest first
@@ -139,18 +141,27 @@ class DraftStream:
 
 
 class Submit(Protocol):
-    def __call__(self, event: HintEvent, *, is_release: bool = False, is_from_peer: bool = False) -> None: ...
+    def __call__(self, event: HintEvent, *, is_release: bool = False, peer: str | None = None) -> None: ...
 
 
 class DraftStreams(hints_pb2_grpc.HintsServicer):
     """Serves outrider.v1.Hints."""
 
-    def __init__(self, submit: Submit, metrics: TargetMetrics, vocab_size: int, now: Callable[[], float]) -> None:
-        """`submit` sends an event to the scheduler, or raises Overloaded; `now` is its clock, seconds."""
+    def __init__(
+        self,
+        submit: Submit,
+        metrics: TargetMetrics,
+        vocab_size: int,
+        now: Callable[[], float],
+        has_room: Callable[[str], bool] = lambda peer: True,
+    ) -> None:
+        """`submit` sends an event to the scheduler, or raises Overloaded; `now` is its clock, seconds; `has_room`
+        tells whether it has room for more from a connection, which otherwise waits."""
         self._submit = submit
         self._metrics = metrics
         self._vocab_size = vocab_size
         self._now = now
+        self._has_room = has_room
         self._streams: dict[StreamId, DraftStream] = {}
         self._next_stream_id = 1
         self._connections = Connections()
@@ -184,9 +195,9 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
     async def Exchange(
         self, request_iterator: AsyncIterator[hints_pb2.HintFrame], context: Context
     ) -> AsyncIterator[hints_pb2.CommitFrame]:
-        stream = self._streams[self._next_stream_id] = DraftStream(self._next_stream_id)
+        stream = self._streams[self._next_stream_id] = DraftStream(self._next_stream_id, context.peer())
         self._next_stream_id += 1
-        connection = self._connections.join(context.peer())
+        connection = self._connections.join(stream.address)
         reader = asyncio.create_task(self._read_hints(request_iterator, stream, connection))
         reader.add_done_callback(lambda _: stream.close())
         try:
@@ -205,7 +216,7 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
             reader.cancel()
             self._connections.leave(connection)
             del self._streams[stream.stream_id]
-            self._submit(CloseStream(stream.stream_id), is_release=True)
+            self._submit(CloseStream(stream.stream_id), is_release=True, peer=stream.address)
 
     async def _end(self, context: Context, error: OutriderError) -> None:
         """Ends a stream with an error; never returns."""
@@ -237,7 +248,7 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
             frame = await anext(frames, None)
             if frame is None:
                 return
-            await self._connections.take(connection, self._take_frame(frame, stream))
+            await self._connections.take(connection, self._take_frame(frame, stream), self._has_room)
 
     def _num_features(self, subscribe: hints_pb2.Subscribe) -> int | None:
         """Leading positions whose features the draft worker has; None if it gets none."""
@@ -261,27 +272,27 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
         for session_id in dict.fromkeys(frame.unsubscribe):
             channel = stream.end(session_id)
             name = session_id if channel is None else channel.name
-            self._submit(UnsubscribeDraft(stream.stream_id, name), is_from_peer=True)
+            self._submit(UnsubscribeDraft(stream.stream_id, name), peer=stream.address)
             yield
         # Of many subscriptions to one session only the last counts.
         for subscribe in {each.session_id: each for each in frame.subscribe}.values():
             if is_session_id(subscribe.session_id) and subscribe.channel <= MAX_CHANNEL:
                 name, left = stream.follow(subscribe)
                 if left is not None:
-                    self._submit(UnsubscribeDraft(stream.stream_id, left), is_from_peer=True)
+                    self._submit(UnsubscribeDraft(stream.stream_id, left), peer=stream.address)
                 told = subscribe.known_len, self._num_features(subscribe), subscribe.is_memory
-                self._submit(SubscribeDraft(stream.stream_id, name, *told), is_from_peer=True)
+                self._submit(SubscribeDraft(stream.stream_id, name, *told), peer=stream.address)
             yield
         for nodes in frame.nodes:
             channel = stream.channels.get(nodes.channel)
             event = None
             if channel is not None:
-                event = parse_hints(nodes, channel, self._vocab_size, self._now(), stream.stream_id)
+                event = parse_hints(nodes, channel, self._vocab_size, self._now(), stream)
             self._metrics.num_hint_bytes.inc(nodes.ByteSize())
             if event is None:
                 self._metrics.num_bad_hints.inc()
             else:
-                self._submit(event, is_from_peer=True)
+                self._submit(event, peer=stream.address)
             yield
 
 
@@ -296,7 +307,7 @@ def check_frame(frame: hints_pb2.HintFrame) -> None:
 
 
 def parse_hints(
-    message: hints_pb2.HintNodes, channel: HintChannel, vocab_size: int, arrived_at: float, stream_id: StreamId
+    message: hints_pb2.HintNodes, channel: HintChannel, vocab_size: int, arrived_at: float, stream: DraftStream
 ) -> HintsArrived | None:
     """Decodes hints; None when the message is empty or invalid."""
     hints = channel.decoder.decode(message, vocab_size) if message.parent_ids else None
@@ -311,7 +322,8 @@ def parse_hints(
         message.ByteSize(),
         channel.is_memory,
         message.match_len,
-        stream_id,
+        stream.stream_id,
+        stream.address,
     )
 
 

@@ -54,6 +54,7 @@ class HintsArrived:
     is_memory: bool = False  # they are a memory worker's
     match_len: int = 0  # of a memory worker: tokens before the root that its hints followed before
     stream_id: StreamId = 0  # on which they came
+    peer: str = ""  # address of the stream's connection
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 A pure core decides (events in, actions and steps out); this shell drives it. Only this thread touches the core's state,
 so it needs no locks; the event loop sends events by `submit` and gets actions by `deliver`. Between the end of a step
 and the start of the next there is only the core's own work: publishing happens on the event loop while the next step
-runs. What peer workers send has a share of the thread's time, in which they take turns: the rest waits for the next
-step.
+runs. Peer workers take turns. Where their events have a share, it counts while a step is due or somebody else waits:
+the rest waits for the next step.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ _PULSE = _Pulse()
 _PEERS = _Peers()
 
 PEERS_SHARE: Final = 0.25
-"""Share of the thread's time that events of peer workers may have."""
+"""Share of a target's thread that events of peer workers may have while steps are due."""
 PEERS_S: Final = 0.005
 """Processor time that they may have between two steps."""
+PEERS_EVENTS: Final = 2048
+"""Most events of peer workers between two steps, in any worker."""
+PEERS_SIZE: Final = 1 << 18
+"""Events of peer workers that may wait, each with its hints."""
 
 EventT = TypeVar("EventT")
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
@@ -70,10 +74,12 @@ class ModelThread(Generic[EventT, ActionT]):
         *,
         name: str,
         max_events: int = 65536,
-        max_stream_events: int = 1024,
+        max_peers_size: int = PEERS_SIZE,
+        peers_share: LoopShare | None = None,
         processor: Callable[[], float] = time.thread_time,
     ) -> None:
-        """max_stream_events: that may wait of one peer's stream; processor: a clock of the time that the thread
+        """max_peers_size: events of peers that may wait, each with its hints; peers_share: what they have of the
+        thread's time while steps are due, None: what they need; processor: a clock of the time that the thread
         computes, seconds."""
         self._core = core
         self._deliver = deliver
@@ -81,11 +87,10 @@ class ModelThread(Generic[EventT, ActionT]):
         self._max_events = max_events
         # SimpleQueue wakes its reader without a Python-level lock; the bound is checked in `submit`.
         self._inbox: queue.SimpleQueue[EventT | _Pulse | _Peers | None] = queue.SimpleQueue()
-        self._max_stream_events = max_stream_events
-        self._peers = PeerEvents[EventT](max_events // 2)
-        self._peers_share = LoopShare(PEERS_SHARE, PEERS_S)
+        self._peers = PeerEvents[EventT](max_peers_size)
+        self._peers_share = peers_share
         self._processor = processor
-        self._is_woken = False  # for peers, and the thread has not looked yet
+        self._is_awake = True  # and looks for what peers sent before it waits
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_stopping = False
         self._pulse_owed_since: float | None = None
@@ -93,30 +98,35 @@ class ModelThread(Generic[EventT, ActionT]):
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, event: EventT, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
+    def submit(self, event: EventT, *, is_release: bool = False, peer: str | None = None) -> bool:
         """Queues an event for the core; returns False when the queue is full (I7).
 
-        Events that free something are always accepted: there is at most one for each thing that was taken. One that
-        ends a peer's stream comes after all others of it, which are dropped. Each peer has a queue of its own, so that
-        one that floods shuts out nobody else.
+        Events that free something are always accepted: there is at most one for each thing that was taken. `peer` names
+        the connection that an event came on, whose events have a queue of their own, so that one that floods shuts out
+        nobody else. An event that ends a stream of it comes after all others of that stream, which are dropped.
         """
-        peer = getattr(event, "stream_id", None)
-        if is_from_peer:
-            if not self._peers.put(peer, event, self._max_events if peer is None else self._max_stream_events):
+        stream = getattr(event, "stream_id", None)
+        if is_release and peer is not None:
+            self._peers.forget(peer, stream)
+        elif peer is not None:
+            if not self._peers.put(peer, stream, event, 1 + len(getattr(event, "hints", ()))):
                 return False
-            if not self._is_woken:
-                self._is_woken = True
+            if not self._is_awake:
+                self._is_awake = True
                 self._inbox.put(_PEERS)
             return True
-        if is_release and peer is not None:
-            self._peers.forget(peer)
         if not is_release and self._inbox.qsize() >= self._max_events:
             return False
         self._inbox.put(event)
         return True
 
+    def has_room(self, peer: str) -> bool:
+        """Whether a peer may send more now; otherwise its messages have to wait on its own side."""
+        return self._peers.has_room(peer)
+
     def has_events(self) -> bool:
-        return not self._inbox.empty() or len(self._peers) > 0
+        """Whether events wait that the thread would take now."""
+        return not self._inbox.empty() or (len(self._peers) > 0 and not self._must_peers_wait())
 
     def stalled_s(self) -> float:
         """How long the thread has not answered a liveness check, seconds; starts the next check.
@@ -157,16 +167,20 @@ class ModelThread(Generic[EventT, ActionT]):
     def _take_events(self, wake_at: float | None) -> None:
         """Waits for an event until `wake_at`, then handles those that are queued; later ones wait for the next call."""
         actions: list[ActionT] = []
-        if len(self._peers):  # some were left
-            left_at = time.monotonic() + self._peers_share.wait_s(time.monotonic())
-            wake_at = left_at if wake_at is None else min(wake_at, left_at)
+        # In this order: an event that comes after the look finds that the thread has to be woken.
+        self._is_awake = False
+        if len(self._peers):
+            self._is_awake = True
         try:
-            if wake_at is None:
+            if self._is_awake:
+                event = self._inbox.get_nowait()
+            elif wake_at is None:
                 event = self._inbox.get()
             elif (wait_s := wake_at - time.monotonic()) > 0.0:
                 event = self._inbox.get(timeout=wait_s)
             else:
                 event = self._inbox.get_nowait()
+            self._is_awake = True
             num_left = self._inbox.qsize()
             while event is not None:
                 if isinstance(event, _Pulse):
@@ -179,16 +193,25 @@ class ModelThread(Generic[EventT, ActionT]):
                 event = self._inbox.get_nowait()
         except queue.Empty:
             pass
-        self._is_woken = False
-        actions += self._take_peers_events()
+        self._is_awake = True
+        actions += self._take_peers_events(wake_at)
         if actions:
             self._deliver(actions)
 
-    def _take_peers_events(self) -> list[ActionT]:
-        """Handles what peers have sent, within their share of the time."""
+    def _take_peers_events(self, wake_at: float | None) -> list[ActionT]:
+        """Handles what peers have sent so far, within their share of the time while somebody waits for the thread."""
         actions: list[ActionT] = []
-        while not self._peers_share.wait_s(time.monotonic()) and (event := self._peers.take()) is not None:
+        for _ in range(min(len(self._peers), PEERS_EVENTS)):
+            is_due = (wake_at is not None and wake_at <= time.monotonic()) or not self._inbox.empty()
+            share = self._peers_share if is_due else None
+            if (share is not None and self._must_peers_wait()) or (event := self._peers.take()) is None:
+                break
             began_s = self._processor()
             actions += self._core.handle(event, time.monotonic())
-            self._peers_share.spend(self._processor() - began_s, time.monotonic())
+            if share is not None:
+                share.spend(self._processor() - began_s, time.monotonic())
         return actions
+
+    def _must_peers_wait(self) -> bool:
+        """Whether they have used up their share."""
+        return self._peers_share is not None and self._peers_share.wait_s(time.monotonic()) > 0.0

@@ -41,6 +41,7 @@ from prometheus_client import CollectorRegistry
 from outrider.addresses import PORT_MAX, bound_socket, is_unspecified, join_address, with_port
 from outrider.concurrency import time_slices
 from outrider.concurrency.background import end_tasks, keep_going
+from outrider.concurrency.loop_share import LoopShare
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.observability import logs
 from outrider.observability.logs import LogFormat
@@ -52,7 +53,7 @@ from outrider.registry.worker_lease import WorkerLease
 from outrider.registry.worker_record import Pool, WorkerLoad, WorkerRecord, WorkerState
 from outrider.security.tls import Dialer, Role, RoleCheck, TlsFiles, check_role, check_worker_id
 from outrider.worker.loading_thread import start_beside, watch_progress
-from outrider.worker.model_thread import ActionT, Core, EventT, ModelThread
+from outrider.worker.model_thread import PEERS_S, PEERS_SHARE, ActionT, Core, EventT, ModelThread
 from outrider.worker.rpc import OPEN_METHODS, SERVER_OPTIONS, LateServices
 from outrider.worker.stall_watch import StallWatch
 from outrider.worker.worker_options import WorkerOptions
@@ -242,7 +243,9 @@ class WorkerProcess:
         def fail(error: BaseException) -> None:
             loop.call_soon_threadsafe(self.request_stop, error)
 
-        thread = ModelThread(core, deliver, fail, name=f"{self.role}-model")
+        # A target's steps are what callers wait for. A draft worker's depend on what targets tell it.
+        share = LoopShare(PEERS_SHARE, PEERS_S) if self.role == "target" else None
+        thread = ModelThread(core, deliver, fail, name=f"{self.role}-model", peers_share=share)
         self.watch(thread.stalled_s)
         return thread
 

@@ -17,7 +17,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Driver(Protocol[EventT_contra]):
     """Whatever takes a servicer's events: the model thread, or another engine's sessions."""
 
-    def submit(self, event: EventT_contra, *, is_release: bool = False, is_from_peer: bool = False) -> bool: ...
+    def submit(self, event: EventT_contra, *, is_release: bool = False, peer: str | None = None) -> bool: ...
+    def has_room(self, peer: str) -> bool: ...
     def has_events(self) -> bool: ...
     def stalled_s(self) -> float: ...
 
@@ -42,14 +43,18 @@ class WorkerServicer(ABC, Generic[EventT, ActionT]):
         """Whether events wait for the model thread."""
         return self._thread is not None and self._thread.has_events()
 
+    def _has_room(self, peer: str) -> bool:
+        """Whether a peer's connection may be read: otherwise too much that came on it waits for the model thread."""
+        return self._thread is None or self._thread.has_room(peer)
+
     @abstractmethod
     def dispatch(self, actions: list[ActionT]) -> None:
         """Carries out the scheduler's actions, on the event loop."""
 
-    def _submit(self, event: EventT, *, is_release: bool = False, is_from_peer: bool = False) -> None:
+    def _submit(self, event: EventT, *, is_release: bool = False, peer: str | None = None) -> None:
         """Sends an event to the scheduler. Raises Overloaded when it is too far behind."""
         assert self._thread is not None
-        if not self._thread.submit(event, is_release=is_release, is_from_peer=is_from_peer):
+        if not self._thread.submit(event, is_release=is_release, peer=peer):
             raise Overloaded("the worker is too far behind to take more")
 
     async def GetInfo(self, request: common_pb2.GetInfoRequest, context: Context) -> common_pb2.WorkerInfo:

@@ -63,7 +63,7 @@ class TargetServicer(WorkerServicer[Event, Action], target_pb2_grpc.TargetServic
         """`grammars`: None where the engine compiles them itself. `check_room` raises Overloaded, on the event loop,
         when no other session could wait; the scheduler decides. `now` is the scheduler's clock, seconds."""
         super().__init__(info)
-        self.hints = DraftStreams(self._submit, metrics, info.vocab_size, now)
+        self.hints = DraftStreams(self._submit, metrics, info.vocab_size, now, self._has_room)
         self._metrics = metrics
         self._grammars = grammars
         self._check_room = check_room

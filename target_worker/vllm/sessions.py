@@ -106,7 +106,7 @@ class EngineSessions:
 
     # The servicer's driver.
 
-    def submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
+    def submit(self, event: Event, *, is_release: bool = False, peer: str | None = None) -> bool:
         """Takes an event at once; the result is always true."""
         match event:
             case StartSession():
@@ -117,6 +117,9 @@ class EngineSessions:
                 self._change(event)
             case _:
                 self._hints.submit(event)
+        return True
+
+    def has_room(self, peer: str) -> bool:
         return True
 
     def has_events(self) -> bool:

@@ -43,9 +43,12 @@ class Target:
         self._changed = asyncio.Event()
         self.address = ""
 
-    def submit(self, event: target.Event, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
+    def submit(self, event: target.Event, *, is_release: bool = False, peer: str | None = None) -> bool:
         self.events.append(event)
         self._changed.set()
+        return True
+
+    def has_room(self, peer: str) -> bool:
         return True
 
     async def until(self, is_enough: Callable[[], bool]) -> None:
@@ -97,7 +100,7 @@ class Speaker:
         self.said: list[tuple[str, int, int, Hint]] = []
         self.num_opened = 0
 
-    def hear(self, event: draft.Event) -> None:
+    def hear(self, event: draft.Event, target: str) -> None:
         if isinstance(event, draft.LinkOpened):
             self.num_opened += 1
             for session_id in self.attachments:

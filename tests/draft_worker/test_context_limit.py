@@ -47,7 +47,10 @@ def test_it_is_followed_as_long_as_a_hint_can_come_and_left_at_once_when_none_ca
 class Unheard:
     """Takes events, and nothing comes of them."""
 
-    def submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
+    def submit(self, event: Event, *, is_release: bool = False, peer: str | None = None) -> bool:
+        return True
+
+    def has_room(self, peer: str) -> bool:
         return True
 
     def has_events(self) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 import draft_worker.links
 from draft_worker.links import TargetLinks
-from draft_worker.messages import Event, LinkOpened, SendHints, Subscribe, Unsubscribe
+from draft_worker.messages import CommitReceived, Event, LinkOpened, SendHints, Subscribe, Unsubscribe
 from outrider.errors import Overloaded
 from outrider.hints.hint_tree import Hint
 from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
@@ -57,7 +57,7 @@ async def test_every_new_stream_hears_of_the_session_again() -> None:
     async with serving(BreakingTarget()) as (target, address):
         links: TargetLinks
 
-        def introduce(event: Event) -> None:
+        def introduce(event: Event, target: str) -> None:
             if isinstance(event, LinkOpened):
                 links.put(Subscribe(address, "a", 1, 5))
                 links.put(SendHints(address, "a", 1, 5, [Hint(1, 0, 7)]))
@@ -79,7 +79,7 @@ async def test_a_model_thread_that_is_too_far_behind_does_not_end_the_link() -> 
         num_refused = 0
         links: TargetLinks
 
-        def refuse_twice(event: Event) -> None:
+        def refuse_twice(event: Event, target: str) -> None:
             nonlocal num_refused
             if num_refused < 2:
                 num_refused += 1
@@ -97,11 +97,51 @@ async def test_a_model_thread_that_is_too_far_behind_does_not_end_the_link() -> 
             await links.close()
 
 
+class TalkingTarget(hints_pb2_grpc.HintsServicer):
+    """Sends a commit on the first channel for each position."""
+
+    async def Exchange(self, request_iterator: Any, context: Any) -> Any:
+        async for frame in request_iterator:
+            for subscribe in frame.subscribe:
+                for position in range(5, 305):
+                    commit = hints_pb2.SessionCommit(channel=subscribe.channel, from_len=position, token_ids=[1])
+                    yield hints_pb2.CommitFrame(commits=[commit])
+
+
+async def test_a_target_without_room_is_read_later_and_another_meanwhile() -> None:
+    async with serving(TalkingTarget()) as (_, full), serving(TalkingTarget()) as (_, other):
+        heard: dict[str, list[int]] = {full: [], other: []}
+        has_room, links, is_done = {full: False, other: True}, list[TargetLinks](), asyncio.Event()
+
+        def hear(event: Event, target: str) -> None:
+            if isinstance(event, LinkOpened):
+                links[0].put(Subscribe(target, target, 1, 5))
+            elif isinstance(event, CommitReceived):
+                assert event.session_id == target
+                heard[target].append(event.from_len)
+                if len(heard[target]) == 300:
+                    is_done.set()
+
+        links.append(TargetLinks(hear, has_room=lambda target: has_room[target]))
+        for address in (full, other):
+            links[0].join(address, address)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await is_done.wait()
+                assert heard[full] == []
+                is_done.clear()
+                has_room[full] = True
+                await is_done.wait()
+            assert heard[full] == heard[other] == list(range(5, 305)), "all of it, and in order"
+        finally:
+            await links[0].close()
+
+
 async def test_a_session_that_left_before_the_frame_did_is_not_subscribed_and_hints_nothing() -> None:
     async with serving(BreakingTarget()) as (target, address):
         links: TargetLinks
 
-        def introduce(event: Event) -> None:
+        def introduce(event: Event, target: str) -> None:
             if isinstance(event, LinkOpened):
                 links.put(Subscribe(address, "a", 1, 5))
                 links.put(SendHints(address, "a", 1, 5, [Hint(1, 0, 7)]))
@@ -124,7 +164,7 @@ async def test_after_a_break_hints_wait_until_the_target_has_heard_of_their_sess
         links: TargetLinks
         num_streams = 0
 
-        def introduce(event: Event) -> None:
+        def introduce(event: Event, target: str) -> None:
             nonlocal num_streams
             if isinstance(event, LinkOpened):
                 num_streams += 1
@@ -174,7 +214,7 @@ async def test_hints_that_are_not_urgent_wait_for_company_but_not_for_ever(
 
     async with serving(ListeningTarget()) as (target, address):
         is_open = asyncio.Event()
-        links = TargetLinks(lambda _: is_open.set())
+        links = TargetLinks(lambda *_: is_open.set())
         links.join(address, "a")
         try:
             async with asyncio.timeout(WAIT_S):
@@ -197,7 +237,7 @@ async def test_hints_that_are_not_urgent_wait_for_company_but_not_for_ever(
 @pytest.mark.thorough
 async def test_the_round_trip_to_a_target_is_measured() -> None:
     async with serving(ListeningTarget()) as (_, address):
-        links = TargetLinks(lambda _: None)
+        links = TargetLinks(lambda *_: None)
         links.join(address, "a")
         try:
             links.put(Subscribe(address, "a", 1, 5))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.engines.engine_hints import TAKE_S, TAKE_SHARE, TELL_S, EngineHints
+from outrider.engines.engine_hints import FRAME_REQUESTS, TAKE_S, TAKE_SHARE, TELL_S, EngineHints
 from outrider.engines.frames import FrameKind
 from outrider.engines.hinted_requests import Fed, HintedRequests
 from protos.outrider.v1 import draft_pb2, hints_pb2
@@ -129,15 +129,53 @@ def test_the_end_of_a_request_is_told_at_once() -> None:
 def test_a_flood_has_its_share_of_the_engines_time_and_the_rest_waits(frame_s: float) -> None:
     engine = Engine()
     taken = engine.flood(frame_s)
-    num_steps, longest_s, began = 200, 0.0, engine.now
+    num_steps, longest_s, began, step_s = 200, 0.0, engine.now, TAKE_S / TAKE_SHARE / 2
     for _ in range(num_steps):
         before = engine.computed_s
         engine.hints.collect()
         longest_s = max(longest_s, engine.computed_s - before)
-        engine.now += STEP_S
+        engine.now += step_s
     assert longest_s <= TAKE_S + frame_s, "what one step spends"
-    assert 0.8 * TAKE_SHARE < engine.computed_s / (engine.now - began) < TAKE_SHARE + 2 * TAKE_S / (num_steps * STEP_S)
+    assert 0.8 * TAKE_SHARE < engine.computed_s / (engine.now - began) < TAKE_SHARE + 2 * TAKE_S / (num_steps * step_s)
     assert taken == list(range(len(taken))), "none is lost or taken twice"
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.004, 0.010])
+def test_the_hints_of_every_request_are_taken_in_each_step_however_short_it_is(step_s: float) -> None:
+    engine, num_requests = Engine(), 128
+    taken = engine.flood(1.46e-4, 0)
+    fed = [Fed(f"other-{index}", 0) for index in range(num_requests)]
+    num_frames = num_requests // FRAME_REQUESTS
+    for step in range(200):
+        engine.hints.finish_step(fed, num_requests, step_s * 1e3, only_decodes=True)
+        engine.link.hints += [(hints_pb2.HintFrame(ping=step), engine.now)] * num_frames
+        engine.hints.collect()
+        assert len(taken) == (step + 1) * num_frames
+        engine.now += step_s
+
+
+def test_hints_that_came_late_catch_up_in_short_steps() -> None:
+    engine, num_requests, step_s = Engine(), 256, 0.004
+    num_frames = num_requests // FRAME_REQUESTS
+    taken = engine.flood(1.46e-4, 8)
+    fed = [Fed(f"other-{index}", 0) for index in range(num_requests)]
+    for _ in range(20):
+        engine.hints.finish_step(fed, num_requests, step_s * 1e3, only_decodes=True)
+        engine.link.hints += [(hints_pb2.HintFrame(), engine.now)] * num_frames
+        engine.hints.collect()
+        engine.now += step_s
+    assert len(taken) == 8 + 20 * num_frames, "nothing is left for a later step"
+
+
+def test_a_flood_over_one_request_has_no_more_than_its_share_in_short_steps() -> None:
+    engine, step_s = Engine(), 0.001
+    taken, began = engine.flood(1.46e-4), engine.now
+    for _ in range(200):
+        engine.hints.finish_step([Fed("other", 0)], 1, step_s * 1e3, only_decodes=True)
+        engine.hints.collect()
+        engine.now += step_s
+    assert engine.computed_s / (engine.now - began) < TAKE_SHARE + TAKE_S / (200 * step_s)
+    assert taken == list(range(len(taken)))
 
 
 def test_hints_of_a_quiet_step_are_all_taken_at_once() -> None:

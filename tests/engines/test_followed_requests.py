@@ -143,6 +143,31 @@ def test_a_paused_request_costs_the_engine_nothing() -> None:
     assert requests.take_hints() is None
 
 
+def test_hints_that_wait_until_the_tokens_have_left_them_cost_the_engine_nothing() -> None:
+    requests = opened()
+    requests.handle(SubscribeDraft(STREAM, NAME, 3))
+    requests.handle(HintsArrived(NAME, 1, 3, [Hint(1, 0, 9), Hint(2, 1, 8)], 0.0, stream_id=STREAM))
+    requests.take_commits(commit(3, [5]))
+    assert not frame_of(requests).nodes
+    requests.handle(HintsArrived(NAME, 1, 4, [Hint(3, 0, 6), Hint(4, 3, 7)], 0.0, stream_id=STREAM))
+    requests.take_commits(commit(4, [6]))
+    assert list(frame_of(requests).nodes[0].token_ids) == [6, 7], "those that they follow stay"
+
+
+def test_one_draft_worker_may_send_what_a_step_of_many_requests_takes() -> None:
+    requests, num_requests = FollowedRequests(), 256
+    for number in range(1, num_requests + 1):
+        requests.open(number, draft_pb2.AttachRequest(session_id=str(number), hint_token="x", token_ids=[1]))
+        name = session_name(str(number), "x")
+        requests.handle(SubscribeDraft(STREAM, name, 1))
+        hints = [Hint(node_id, node_id - 1, 7) for node_id in range(1, 9)]
+        requests.handle(HintsArrived(name, 1, 1, hints, 0.0, stream_id=STREAM))
+    num_sent = 0
+    while (told := requests.take_hints()) is not None:  # the engine takes none of them
+        num_sent += sum(len(nodes.parent_ids) for nodes in told[0].nodes)
+    assert num_sent == 8 * num_requests
+
+
 def test_an_id_that_fits_into_no_message_costs_its_hint_alone() -> None:
     requests = opened()
     requests.handle(HintsArrived(NAME, 1, 3, [Hint(2**32 - 1, 0, 9), Hint(2**32, 0, 8)], 0.0))

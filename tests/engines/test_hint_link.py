@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from outrider.engines.frames import BYTES_MAX, FrameKind, FrameReader, pack, time_number
-from outrider.engines.hint_link import MAX_UNSENT_BYTES, RESTART_S, SEND_BYTES, TAKEN_S, HintLink
+from outrider.engines.hint_link import MAX_UNSENT_BYTES, RESTART_S, SEND_BYTES, STUCK_S, TAKEN_S, HintLink
 from protos.outrider.v1 import hints_pb2
 
 LAST_RESORT_S = 60.0
@@ -232,6 +232,42 @@ def test_what_cannot_be_sent_is_kept_within_a_bound(peer: Peer) -> None:
     link.flush(0.0)
     assert not link.is_open, "a hint server that does not read is given up"
     assert peer.processes[0].wait(LAST_RESORT_S) != 0
+
+
+def test_a_hint_server_that_reads_nothing_is_given_up_long_before_much_waits_for_it(
+    peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, now = peer.link(), 100.0
+    link.open(now)
+    while not link._unsent or len(link._unsent) < SEND_BYTES:
+        link.send(FrameKind.COMMITS, bytes(1 << 16))
+        link.flush(now)
+    link.flush(now)
+    waiting = len(link._unsent)
+    link.flush(now + 0.9 * STUCK_S)
+    assert len(link._unsent) == waiting, "it reads nothing, and is not given up yet"
+    link.flush(now + STUCK_S)
+    assert not link.is_open
+    assert waiting < MAX_UNSENT_BYTES // 8
+    assert "it does not read" in caplog.text
+
+
+def test_a_hint_server_that_reads_slowly_is_not_given_up(peer: Peer) -> None:
+    link, now = peer.link(), 100.0
+    link.open(now)
+    while len(link._unsent) < 4 * SEND_BYTES:
+        link.send(FrameKind.COMMITS, bytes(1 << 16))
+        link.flush(now)
+    for _ in range(10):
+        now += 0.6 * STUCK_S
+        waiting, num_read = len(link._unsent), 0
+        while num_read < SEND_BYTES // 4:
+            num_read += len(peer.sockets[0].recv(SEND_BYTES // 4 - num_read))
+        link.flush(now)
+        assert len(link._unsent) < waiting
+    now += 5 * STUCK_S  # nothing was to be done
+    link.flush(now)
+    assert link.is_open
 
 
 @pytest.mark.parametrize("fault", ["closed", "no frame", "no message", "cannot start"])

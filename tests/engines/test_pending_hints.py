@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from outrider.hint_service.pending_hints import (
     ENGINE_NODES,
     NODES_MAX,
+    PEER_NODES,
     REQUEST_NODES,
     TURN_NODES,
     PendingHints,
@@ -31,14 +33,15 @@ def hints(count: int, first: int = 1) -> list[Hint]:
 class Pending(PendingHints[Request]):
     """As `FollowedRequests` uses it."""
 
-    def put(self, request: Request, stream_id: int, base_len: int, count: int) -> int:
-        num_dropped = self.add(request, stream_id, base_len, hints(count), 0.0)
+    def put(self, request: Request, peer: Hashable, base_len: int, count: int) -> int:
+        num_dropped = self.add(request, peer, base_len, hints(count), 0.0)
         self.queue(request)
         return num_dropped
 
     def send(self, nodes_max: int = MANY) -> list[tuple[str, int]]:
         frame = self.take(nodes_max, MANY)
-        self.sent(frame)
+        if frame:
+            self.sent(frame)
         return [(request.name, len(sent)) for request, sent in frame]
 
 
@@ -69,8 +72,8 @@ def test_a_request_has_only_so_many_under_way_until_they_are_taken() -> None:
 def test_an_engine_that_takes_nothing_is_sent_only_so_much() -> None:
     pending = Pending()
     requests = [Request(str(number)) for number in range(200)]
-    for request in requests:
-        pending.put(request, FLOOD, 10, NODES_MAX)
+    for index, request in enumerate(requests):
+        pending.put(request, f"10.0.0.{index % 10}", 10, NODES_MAX)
     num_sent = 0
     while frame := pending.send(128):
         num_sent += sum(count for _, count in frame)
@@ -88,6 +91,63 @@ def test_an_honest_stream_has_its_turn_beside_one_that_has_a_hundred_full_trees_
         pending.taken(1)
         for request in flooded:
             pending.put(request, FLOOD, length, NODES_MAX)
+
+
+def test_an_engine_that_takes_little_in_a_step_has_honest_hints_beside_a_flood_over_64_requests() -> None:
+    """It takes what it may at once: 12 frames. The window is full of the flood's."""
+    pending, honest = Pending(), Request("honest")
+    flooded = [Request("flooded") for _ in range(64)]
+    under_way, late = list[tuple[int, list[tuple[str, int]]]](), list[int]()
+    for step in range(40):
+        length = 20 + step
+        for request in flooded:
+            pending.put(request, FLOOD, length, NODES_MAX)
+        while frame := pending.send(128):
+            under_way.append((step, frame))
+        pending.put(honest, HONEST, length, 7)
+        while frame := pending.send(128):
+            under_way.append((step, frame))
+        taken, under_way = under_way[:12], under_way[12:]
+        late += [step + 1 - since for since, frame in taken if ("honest", 7) in frame]
+        pending.taken(len(taken))
+    assert len(late) == 40
+    assert set(late) == {1}, "the next step has them"
+
+
+def test_one_connection_has_a_quarter_of_what_may_be_under_way() -> None:
+    pending = Pending()
+    for _ in range(100):
+        pending.put(Request("flooded"), FLOOD, 10, NODES_MAX)
+    num_sent = 0
+    while frame := pending.send(128):
+        num_sent += sum(count for _, count in frame)
+    assert num_sent == PEER_NODES == ENGINE_NODES // 4
+    pending.put(Request("honest"), HONEST, 10, 7)
+    assert pending.send() == [("honest", 7)]
+    pending.taken(1)
+    assert sum(count for _, count in pending.send()) == 128, "as much as was taken"
+
+
+def test_waiting_hints_that_the_tokens_contradict_are_dropped_and_others_are_not() -> None:
+    pending, request = Pending(), Request("a")
+    tree = [Hint(1, 0, 5), Hint(2, 1, 6), Hint(3, 1, 7), Hint(4, 2, 8), Hint(5, 3, 9), Hint(6, 99, 4)]
+    pending.add(request, HONEST, 3, tree, 0.0)
+    pending.queue(request)
+    pending.commit(request, [1, 2, 3])
+    assert [hint.node_id for hint in request.waiting.hints] == [1, 2, 3, 4, 5, 6]
+    pending.commit(request, [1, 2, 3, 5, 6])
+    assert [hint.node_id for hint in request.waiting.hints] == [1, 2, 4, 6], "below another root, or on the way"
+    pending.commit(request, [1, 2, 3, 5, 6, 1])
+    assert [hint.node_id for hint in request.waiting.hints] == [1, 2, 6]
+
+
+def test_a_request_all_of_whose_hints_were_dropped_leaves_its_turn_to_others() -> None:
+    pending, request = Pending(), Request("a")
+    pending.put(request, HONEST, 3, 5)
+    pending.commit(request, [1, 2, 3, 4])
+    assert pending.send() == []
+    pending.put(request, HONEST, 4, 5)
+    assert pending.send() == [("a", 5)]
 
 
 def test_the_requests_of_a_stream_take_turns() -> None:

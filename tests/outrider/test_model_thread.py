@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import sys
 import threading
@@ -13,9 +12,17 @@ from typing import Any
 
 import pytest
 
-from outrider.worker.model_thread import PEERS_S, ModelThread
+from outrider.concurrency.loop_share import LoopShare
+from outrider.worker.model_thread import PEERS_EVENTS, PEERS_S, PEERS_SIZE, ModelThread
 
 TIMEOUT_S = 20.0
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class FakeCore:
@@ -42,7 +49,14 @@ class FakeCore:
 class Shell:
     """A model thread around a fake core."""
 
-    def __init__(self, core: FakeCore, max_events: int = 65536, max_stream_events: int = 1024) -> None:
+    def __init__(
+        self,
+        core: FakeCore,
+        max_events: int = 65536,
+        max_peers_size: int = PEERS_SIZE,
+        share: LoopShare | None = None,
+        processor: Callable[[], float] = time.thread_time,
+    ) -> None:
         self.core = core
         self.delivered: queue.Queue[str] = queue.Queue()
         self.failures: queue.Queue[BaseException] = queue.Queue()
@@ -52,7 +66,9 @@ class Shell:
             self.failures.put,
             name="test-model",
             max_events=max_events,
-            max_stream_events=max_stream_events,
+            max_peers_size=max_peers_size,
+            peers_share=share,
+            processor=processor,
         )
         self.is_started = False
 
@@ -113,10 +129,10 @@ def test_inbox_is_bounded_and_says_when_it_is_full() -> None:
     assert [shell.thread.submit(i) for i in range(5)] == [True, True, True, False, False]
 
 
-def test_what_peers_say_finds_half_as_much_room() -> None:
+def test_what_peers_say_has_a_room_of_its_own() -> None:
     """I7. A peer that floods a worker shuts its callers out of nothing."""
-    shell = Shell(FakeCore(), max_events=4)
-    assert [shell.thread.submit(i, is_from_peer=True) for i in range(4)] == [True, True, False, False]
+    shell = Shell(FakeCore(), max_events=3, max_peers_size=2)
+    assert [shell.thread.submit(i, peer="a") for i in range(4)] == [True, True, False, False]
     assert [shell.thread.submit(i) for i in range(4)] == [True, True, True, False]
     assert shell.thread.submit(9, is_release=True)
 
@@ -127,64 +143,155 @@ class Streamed:
 
     stream_id: int
     number: int = 0
+    hints: tuple[int, ...] = ()
 
 
-def test_a_stream_that_floods_shuts_no_other_one_out() -> None:
-    shell = Shell(FakeCore(), max_events=100, max_stream_events=3)
+def test_hints_count_as_what_they_are() -> None:
+    shell = Shell(FakeCore(), max_peers_size=100)
     submit: Any = shell.thread.submit
-    assert [submit(Streamed(1, i), is_from_peer=True) for i in range(5)] == [True, True, True, False, False]
-    assert submit(Streamed(2), is_from_peer=True)
+    assert submit(Streamed(1, hints=(7,) * 60), peer="flood")
+    assert not shell.thread.has_room("flood")
+    assert shell.thread.has_room("honest")
 
 
-def test_streams_take_turns_within_their_share_of_the_time_and_callers_never_wait_for_them() -> None:
-    core: Any = FakeCore()
-    shell = Shell(core, max_events=10_000, max_stream_events=2000)
-    submit: Any = shell.thread.submit
-    computed_s = 0.0
+class Stepping(FakeCore):
+    """A core whose steps are always due. Events of peers compute for `event_s`; nothing else does."""
 
-    def handle(event: Any) -> list[str]:
-        nonlocal computed_s
-        computed_s += 0.002 if isinstance(event, Streamed) else 0.0
+    def __init__(self, event_s: float) -> None:
+        super().__init__()
+        self.heard: list[Any] = self.events
+        self.computed_s = 0.0
+        self.event_s = event_s
+        self.num_heard: list[int] = []  # of peers, at each turn
+        self.has_events: list[bool] = []
+        self.at_turn: dict[int, Callable[[], object]] = {}
+        self.thread: Any = None
+        self.on_event = self._compute
+        self.next_turn = self._step
+
+    def _compute(self, event: Any) -> list[str]:
+        self.computed_s += self.event_s if isinstance(event, Streamed) else 0.0
         return []
 
-    turns = list[int]()
-
-    def turn(now: float) -> tuple[list[str], float | None]:
-        turns.append(sum(isinstance(event, Streamed) for event in core.events))
-        if len(turns) == 3:
-            submit("call")
+    def _step(self, now: float) -> tuple[list[str], float | None]:
+        self.num_heard.append(sum(isinstance(event, Streamed) for event in self.heard))
+        self.has_events.append(self.thread.has_events())
+        self.at_turn.get(len(self.num_heard), lambda: None)()
         return ["turn"], 0.0
 
-    core.on_event, core.next_turn = handle, turn
-    shell.thread._processor = lambda: computed_s
-    for i in range(1000):
-        submit(Streamed(1, i), is_from_peer=True)
-    submit(Streamed(2), is_from_peer=True)
+
+def stepping(event_s: float, share: LoopShare | None) -> tuple[Stepping, Shell]:
+    core = Stepping(event_s)
+    shell = Shell(core, share=share, processor=lambda: core.computed_s)
+    core.thread = shell.thread
+    return core, shell
+
+
+def run_turns(core: Stepping, shell: Shell, num_turns: int) -> None:
+    start: Any = "start"
+    shell.thread.submit(start)
     shell.start()
-    while "call" not in core.events:
+    while len(core.num_heard) < num_turns:
         shell.next()
     shell.thread.stop(TIMEOUT_S)
+
+
+# A share so small that it does not come back while a test runs: the tests count events, not time.
+SMALL_SHARE = 1e-9
+
+
+def test_while_steps_are_due_peers_have_their_share_in_turns_and_callers_never_wait_for_them() -> None:
+    core, shell = stepping(0.002, LoopShare(SMALL_SHARE, PEERS_S))
+    submit: Any = shell.thread.submit
+
+    def flood() -> None:
+        for i in range(1000):
+            submit(Streamed(i % 32, i), peer="flood")
+        submit(Streamed(99), peer="honest")
+
+    core.at_turn[1] = flood
+    core.at_turn[3] = lambda: submit("call")
+    run_turns(core, shell, 5)
     num_at_once = round(PEERS_S / 0.002) + 1
-    assert turns[0] <= num_at_once, "the others wait for the next step"
-    assert core.events.index(Streamed(2)) == 1, "one of the first's, then its own"
-    flood = [event.number for event in core.events if event in (Streamed(1, i) for i in range(1000))]
-    assert flood == list(range(len(flood)))
-    assert core.events.index("call") <= turns[2] + 1
+    assert core.num_heard[:5] == [0, *[num_at_once] * 4], "the others wait"
+    assert core.heard.index(Streamed(99)) == 2, "one of the flood's 32 streams, then its own"
+    assert "call" in core.heard
 
 
-def test_what_is_left_of_peers_events_is_handled_though_nothing_else_comes() -> None:
+def test_peers_that_have_to_wait_are_no_news_for_a_step() -> None:
+    core, shell = stepping(0.002, LoopShare(SMALL_SHARE, PEERS_S))
+    submit: Any = shell.thread.submit
+    core.at_turn[1] = lambda: [submit(Streamed(1, i), peer="flood") for i in range(1000)]
+    core.at_turn[3] = lambda: submit(Streamed(1, 1000), peer="flood")
+    run_turns(core, shell, 5)
+    assert core.has_events[1:5] == [False] * 4
+
+
+@pytest.mark.parametrize("share", [None, LoopShare(SMALL_SHARE, PEERS_S)], ids=["a draft worker", "a target"])
+def test_an_idle_thread_takes_all_that_peers_send(share: LoopShare | None) -> None:
+    core, shell = stepping(0.002, share)
+    submit: Any = shell.thread.submit
+    core.next_turn = lambda now: ([], None)
+    for i in range(256):
+        submit(Streamed(1, i), peer="honest")
+    shell.start()
+    wait_until(lambda: len(core.heard) == 256)
+    shell.thread.stop(TIMEOUT_S)
+    assert [event.number for event in core.heard] == list(range(256))
+    assert share is None or share.spent_s == 0.0, "what it heard while idle is no debt"
+
+
+def test_an_idle_thread_wakes_for_each_event_of_a_peer() -> None:
     core: Any = FakeCore()
     shell = Shell(core)
     submit: Any = shell.thread.submit
-    clock = itertools.count()
-    shell.thread._processor = lambda: next(clock) * 0.003
-    for i in range(20):
-        submit(Streamed(1, i), is_from_peer=True)
     shell.start()
-    for _ in range(20):
+    for i in range(500):
+        submit(Streamed(1, i), peer="honest")
         shell.next()
     shell.thread.stop(TIMEOUT_S)
-    assert [event.number for event in core.events] == list(range(20))
+    assert [event.number for event in core.events] == list(range(500))
+
+
+def test_a_thread_that_waits_takes_all_that_peers_send() -> None:
+    """A target whose next step waits for hints."""
+    core, shell = stepping(0.002, LoopShare(SMALL_SHARE, PEERS_S))
+    submit: Any = shell.thread.submit
+    core.next_turn = lambda now: ([], now + 3600.0)
+    shell.start()
+    for i in range(256):
+        submit(Streamed(1, i), peer="honest")
+    wait_until(lambda: len(core.heard) == 256)
+    shell.thread.stop(TIMEOUT_S)
+
+
+def test_a_draft_workers_thread_takes_all_between_two_steps() -> None:
+    core, shell = stepping(0.002, None)
+    submit: Any = shell.thread.submit
+    core.at_turn[1] = lambda: [submit(Streamed(0, i), peer=f"target-{i % 2}") for i in range(256)]
+    core.at_turn[2] = lambda: [submit(Streamed(0, i), peer="target-0") for i in range(2 * PEERS_EVENTS)]
+    run_turns(core, shell, 4)
+    assert core.num_heard[:3] == [0, 256, 256 + PEERS_EVENTS], "and no more than so many, that steps go on"
+
+
+def test_a_caller_waits_for_a_share_of_a_flood_though_no_step_is_due() -> None:
+    core, shell = stepping(0.002, LoopShare(SMALL_SHARE, PEERS_S))
+    submit: Any = shell.thread.submit
+    core.next_turn = lambda now: ([], None)
+    for i in range(1000):
+        submit(Streamed(1, i), peer="flood")
+    compute = core.on_event
+
+    def call_soon(event: Any) -> list[str]:
+        if event == Streamed(1, 10):
+            submit("call")
+        return compute(event)
+
+    core.on_event = call_soon
+    shell.start()
+    wait_until(lambda: "call" in core.heard)
+    shell.thread.stop(TIMEOUT_S)
+    assert core.heard.index("call") <= 11 + round(PEERS_S / 0.002) + 1
 
 
 def test_the_end_of_a_stream_comes_after_all_of_it() -> None:
@@ -192,9 +299,9 @@ def test_the_end_of_a_stream_comes_after_all_of_it() -> None:
     shell = Shell(core)
     submit: Any = shell.thread.submit
     for i in range(3):
-        submit(Streamed(1, i), is_from_peer=True)
-    submit(Streamed(2, 7), is_from_peer=True)
-    submit(Streamed(1, 99), is_release=True)
+        submit(Streamed(1, i), peer="a")
+    submit(Streamed(2, 7), peer="a")
+    submit(Streamed(1, 99), is_release=True, peer="a")
     shell.start()
     for _ in range(2):
         shell.next()

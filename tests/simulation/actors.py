@@ -67,9 +67,12 @@ class SimulatedThread:
         self._is_hung = False
         self._timer: Timer | None = None
 
-    def submit(self, event: Any, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
+    def submit(self, event: Any, *, is_release: bool = False, peer: str | None = None) -> bool:
         self._inbox.append(event)
         self._wake()
+        return True
+
+    def has_room(self, peer: str) -> bool:
         return True
 
     def has_events(self) -> bool:

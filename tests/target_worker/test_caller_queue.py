@@ -77,7 +77,7 @@ class Busy:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
+    def submit(self, event: Event, *, is_release: bool = False, peer: str | None = None) -> bool:
         self.events.append(event)
         return True
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from outrider.concurrency.peer_events import PeerEvents
 from outrider.hint_service.draft_streams import (
     ENDED_CHANNELS_KEPT,
     MAX_PENDING_COMMITS,
@@ -114,3 +117,44 @@ def test_a_commit_that_the_stream_has_no_room_for_is_not_counted(service: Servic
     assert service.publish("a") == 0
     assert service.stream.is_overrun
     assert service.num_commit_bytes() == counted
+
+
+async def test_a_connection_without_room_waits_and_is_not_ended() -> None:
+    """One with room goes on meanwhile, and flow control holds the rest of the other's on its side."""
+    waiting = PeerEvents[Event](8)
+    peers: list[str] = []
+
+    def submit(event: Event, *, is_release: bool = False, peer: str | None = None) -> None:
+        assert peer is not None
+        assert waiting.put(peer, 1, event), "it was asked for room before"
+        peers.append(peer)
+
+    streams = DraftStreams(submit, TargetMetrics("demo", "target-0"), 16, lambda: 0.0, waiting.has_room)
+    num_read = dict.fromkeys(("flood", "honest"), 0)
+
+    async def frames(name: str) -> AsyncIterator[hints_pb2.HintFrame]:
+        for number in range(20):
+            num_read[name] += 1
+            yield hints_pb2.HintFrame(
+                subscribe=[subscribe(f"{number}-{index}", 2 * number + index) for index in range(2)]
+            )
+
+    def opened(name: str) -> asyncio.Task[Any]:
+        stream, connection = DraftStream(1, name), streams._connections.join(name)
+        return asyncio.create_task(streams._read_hints(frames(name), stream, connection))
+
+    flood = opened("flood")
+    while waiting.has_room("flood"):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    num_waiting = len(waiting)
+    honest = opened("honest")
+    while "honest" not in peers:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert len(waiting) < 8
+    assert peers.count("flood") == num_waiting
+    assert num_read["flood"] < 5, "the rest was not read"
+    while not (flood.done() and honest.done()):
+        waiting.take()
+        await asyncio.sleep(0)
+    assert (flood.result(), honest.result()) == (None, None), "neither was ended"
+    assert peers.count("flood") == peers.count("honest")

@@ -267,14 +267,16 @@ def test_these_lies_are_tried(target: ServedTarget, is_memory: bool) -> None:
     frame = hints_pb2.HintFrame(nodes=[hints]).SerializeToString()
 
     async def both() -> list[target_pb2.GenerateEvent]:
-        lying = asyncio.create_task(lie(target, [welcome({name: 1}, is_memory=is_memory), frame], 0.0))
+        lying = target.channel.stream_stream(EXCHANGE)()  # what nobody has heard of it is dropped with its end
+        await lying.write(welcome({name: 1}, is_memory=is_memory))
+        await lying.write(frame)
         kept = target.scheduler._early._kept  # they are there before the session is
         async with asyncio.timeout(WAIT_S):
             while not any(each.num_hints for each in list(kept.values())):  # noqa: ASYNC110 - the model's thread owns it
                 await asyncio.sleep(0.005)
         code, answers = await target.calling("/outrider.v1.Target/Generate", REQUESTS[0].SerializeToString())
         assert code is grpc.StatusCode.OK
-        await lying
+        lying.cancel()
         return [target_pb2.GenerateEvent.FromString(answer) for answer in answers]
 
     events = target.runner.run(both())

@@ -26,7 +26,7 @@ from tests.served import listening
 class Slow:
     """Stands for a model thread that has other things to do."""
 
-    def submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
+    def submit(self, event: Event, *, is_release: bool = False, peer: str | None = None) -> bool:
         return True
 
     def stalled_s(self) -> float:

@@ -111,6 +111,6 @@ class HintServer:
                 self._metrics.num_accepted_tokens.inc(commit.num_held_hints)
                 self._metrics.observe_accepted(commit.num_held_hints)
 
-    def _submit(self, event: HintEvent, *, is_release: bool = False, is_from_peer: bool = False) -> None:
+    def _submit(self, event: HintEvent, *, is_release: bool = False, peer: str | None = None) -> None:
         """Takes what a draft worker sent."""
         self._bridge.submit(event)

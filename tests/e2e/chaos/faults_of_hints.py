@@ -46,7 +46,7 @@ class HintsFlood(_BadHints):
     name = "hints flood a target"
 
     async def send(self, worker: Worker, exchange: Any) -> None:
-        num_streams, seconds = self.rng.randint(1, 8), self.rng.uniform(*_FLOOD_S)
+        num_streams, seconds = self.rng.randint(1, 64), self.rng.uniform(*_FLOOD_S)
         self.describe(f"{worker.name}, {num_streams} streams", seconds)
         until_s = time.monotonic() + seconds
         await asyncio.gather(*(self._flood(exchange, until_s) for _ in range(num_streams)))

@@ -74,7 +74,7 @@ async def draw(
         nonlocal drafted, accepted
         for _ in range(num):
             seed = chance.getrandbits(53) if mode is DecodingMode.COUPLED else None
-            params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, seed=seed)
+            params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True)
             result = await pair.generate(PROMPT, params, attach_first=True)
             counts[tuple(result.token_ids)] += 1
             drafted += result.finished.stats.num_draft_tokens

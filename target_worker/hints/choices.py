@@ -29,16 +29,17 @@ def may_compete(kind: HintKind) -> bool:
     return kind is not HintKind.MEMORY
 
 
-def takes_the_place(local: LocalProposal, promised: Sequence[float]) -> bool:
+def promises_more(local: LocalProposal, promised: Sequence[float]) -> bool:
     """Whether a local path stands instead of a draft worker's.
 
-    promised: acceptance probability of each hint that the draft promises, given those before it; empty without hints.
+    promised: acceptance probability of each hint that the draft promises, given those before it.
     """
-    return not promised or (_may_replace(local) and local.expected > expected_tokens(promised))
+    return local.expected > expected_tokens(promised)
 
 
-def _may_replace(local: LocalProposal) -> bool:
-    """A short match promises more than it keeps; a head is asked only where it promises more."""
+def may_replace(local: LocalProposal) -> bool:
+    """Whether a local path may stand there at all. A short match promises more than it keeps; a head is asked only
+    where it promises more."""
     return local.proposal.match_len >= CERTAIN_MATCH or (
         local.source is not None and local.source.kind is HintKind.HEAD
     )

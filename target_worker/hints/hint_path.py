@@ -24,7 +24,7 @@ from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import Branch, Hint, HintTree
 from target_worker.hints.branches import USUAL_PRICES, BranchSearch, LikelyBranch, RowPrices
-from target_worker.hints.choices import drawn_chances, may_compete, takes_the_place
+from target_worker.hints.choices import drawn_chances, may_compete, may_replace, promises_more
 from target_worker.hints.local_source import NOTHING_LOCAL, HintKind, LocalProposal, LocalSource, best_proposal
 
 
@@ -216,7 +216,8 @@ def choose_path(
     chances = sources.chances(hints, local, num_feedable, max_drafted)
     # Behind drawn hints a prediction has no rows of its own, and whether it goes on there follows from them (I4).
     first = None
-    if not (sources.are_drawn and any(map(is_remote, hints))):
+    is_predicted = local.source is not None and local.source.kind is HintKind.PREDICTION
+    if is_predicted and not (sources.are_drawn and any(map(is_remote, hints))):
         first = next((index for index, hint in enumerate(hints) if hint.node_id == HintKind.PREDICTION), None)
     max_fed = max(max_fed, num_feedable)
     return HintPath(hints, num_feedable, local, chances, branches, max_fed, num_before_prediction=first)
@@ -227,9 +228,11 @@ def _open_path(
 ) -> tuple[list[Hint], LocalProposal]:
     """The draft's path, continued by a local source if it has fewer than `max_len` hints, or a local path."""
     hints = sources.tree.primary_path(max_len) if sources.tree is not None else []
-    competing = [each for each in sources.local if not (hints and sources.are_drawn) or may_compete(each.kind)]
+    competing = sources.local
+    if hints and sources.are_drawn:
+        competing = [each for each in competing if may_compete(each.kind)]
     local = best_proposal(competing, committed, [], max_local_len)
-    if takes_the_place(local, sources.promise(hints, max_len)):
+    if not hints or (may_replace(local) and promises_more(local, sources.promise(hints, max_len))):
         return local.hints(), local
     if len(hints) == max_len:
         return hints, NOTHING_LOCAL

@@ -91,6 +91,8 @@ def _counted_on(
     """Hints per session that the step counts on. What a prediction or an objective costs other sessions is bounded."""
     counts = allot_within(gains, line, budget, budgets)
     has_objectives = any(each is not UNLIMITED for each in budgets)
+    if not has_objectives and all(path.num_before_prediction is None for path in paths):
+        return counts  # the usual step
     # A session keeps the rows that it would have without its objective, and those before its prediction's.
     usual = allot(gains, line, budget) if has_objectives else counts
     floors: list[int | None] = []

@@ -107,7 +107,8 @@ class _Search:
         names = ", ".join(name for name, _ in strict)
         raise InvalidRequest(
             refusal.parameter,
-            f"{refusal.message}; without strict: true on {names} the schema would be loosened instead",
+            f"strict: true on {names} demands what cannot be enforced (without it, the schema would be loosened): "
+            f"{refusal.message}",
         )
 
     async def loosen(self) -> None:

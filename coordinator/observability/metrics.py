@@ -318,7 +318,7 @@ class CoordinatorMetrics:
         model: str,
         reason: str,
         num_prompt_tokens: int,
-        num_output_tokens: int,
+        num_generated_tokens: int,
         times: RequestTimes,
         num_cached_tokens: int = 0,
     ) -> None:
@@ -327,7 +327,7 @@ class CoordinatorMetrics:
         self.request_success.labels(*labels, reason).inc()
         self.prompt_tokens.labels(*labels).inc(num_prompt_tokens)
         self.prompt_tokens_cached.labels(*labels).inc(num_cached_tokens)
-        self.generation_tokens.labels(*labels).inc(num_output_tokens)
+        self.generation_tokens.labels(*labels).inc(num_generated_tokens)
         self.e2e_request_latency.labels(*labels).observe(times.generation_ms / 1000)
         if times.time_to_first_token_ms is not None:
             self.time_to_first_token.labels(*labels).observe(times.time_to_first_token_ms / 1000)

@@ -49,6 +49,12 @@ class RequestFinished:
         return sum(finished.num_output_tokens for finished in self.candidates)
 
     @property
+    def num_generated_tokens(self) -> int:
+        """Output tokens and, as vLLM counts them in usage and metrics, tokens that ended a sequence and are not
+        shown."""
+        return self.num_output_tokens + sum(isinstance(each.stop_reason, int) for each in self.candidates)
+
+    @property
     def times(self) -> RequestTimes:
         return RequestTimes.merged([each.times for each in self.candidates])
 
@@ -129,7 +135,7 @@ async def run_choices(
         spec.model,
         candidates[0].finish_reason,
         len(spec.prompt_token_ids),
-        summary.num_output_tokens,
+        summary.num_generated_tokens,
         summary.times,
         candidates[0].num_cached_tokens or 0,
     )

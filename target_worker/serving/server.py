@@ -250,6 +250,8 @@ class TargetServicer(WorkerServicer[Event, Action], target_pb2_grpc.TargetServic
                 self._metrics.num_accepted_tokens.inc(action.num_accepted_draft_tokens)
                 self._metrics.observe_accepted(action.num_accepted_draft_tokens)
         elif isinstance(action, SessionEnded):
+            if action.stop_token_id is not None:  # generated, although it is not part of the output
+                self._metrics.generation_tokens.inc()
             self._metrics.prompt_tokens.inc(action.num_prompt_tokens)
             self._metrics.num_cached_tokens.inc(action.num_cached_tokens)
             self._metrics.num_forced_tokens.inc(action.stats.num_forced_tokens)

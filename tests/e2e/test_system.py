@@ -131,8 +131,8 @@ def test_statistics_of_requests_sum_to_the_counters(system: System) -> None:
         {"speculation": {"always": True}},
         {"speculation": {"enabled": False}},
         {"temperature": 1, "seed": 7},
-        # The usage counts a token that ends a sequence, as in vLLM, and the counters do not: none may come at random.
-        {"temperature": 1, "ignore_eos": True},
+        {"temperature": 1},
+        {"logit_bias": {"50": 100}, "stop_token_ids": [50]},  # generated, counted, and not part of the output
         {"structured_outputs": {"regex": "(alpha|beta|gamma){3,9} and nothing else"}, "max_tokens": 60},
         {"prompt": "one two three four five six seven eight " * 4, "speculation": {"always": True}},
     ]

@@ -10,7 +10,6 @@ from typing import Any, Final
 from coordinator.api.answer.answer_size import SMALL_ANSWER_VALUES, num_values, written_bytes
 from coordinator.api.answer.choice_writer import AnswerFormat, ChoiceWriter, Piece, merged
 from coordinator.api.answer.json_text import to_json_text
-from coordinator.api.answer.single_answer import num_output_tokens
 from coordinator.intake.generation_request import GenerationSpec
 from coordinator.observability.statistics import slo_to_json
 from coordinator.output.text_output import PromptOutput, VisibleOutput
@@ -239,7 +238,7 @@ class ResponseWriter:
         # The first sequence of each prompt only, because the others may share what it computed.
         firsts = candidates[:: self._spec.num_candidates]
         cached = {"cached_tokens": sum(each.num_cached_tokens or 0 for each in firsts)}
-        usage = self._counts(num_output_tokens(finished)) | {"prompt_tokens_details": cached}
+        usage = self._counts(finished.num_generated_tokens) | {"prompt_tokens_details": cached}
         details = {}
         if self._form.is_chat:
             details["reasoning_tokens"] = sum(each.num_reasoning_tokens for each in self._choices)

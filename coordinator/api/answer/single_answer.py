@@ -40,11 +40,6 @@ class SingleAnswer:
         return self.num_values(item) > SMALL_ANSWER_VALUES
 
 
-def num_output_tokens(finished: RequestFinished) -> int:
-    """Counts output tokens. As in vLLM, a token that ended a sequence was generated, although it is not shown."""
-    return finished.num_output_tokens + sum(isinstance(each.stop_reason, int) for each in finished.candidates)
-
-
 def num_cached_tokens(finished: RequestFinished) -> int:
     """Counts tokens of the prompt whose KV was there already."""
     return finished.candidates[0].num_cached_tokens or 0

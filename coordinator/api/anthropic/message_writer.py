@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.api.answer.openai_response import metrics_json
-from coordinator.api.answer.single_answer import SingleAnswer, named_event, num_cached_tokens, num_output_tokens
+from coordinator.api.answer.single_answer import SingleAnswer, named_event, num_cached_tokens
 from coordinator.api.anthropic.content_blocks import ContentBlocks, Event
 from coordinator.api.anthropic.errors import anthropic_error
 from coordinator.intake.generation_request import GenerationSpec
@@ -106,7 +106,7 @@ class MessageWriter(SingleAnswer):
         num_cached = num_cached_tokens(finished)
         return {
             "input_tokens": len(self._spec.prompt_token_ids) - num_cached,
-            "output_tokens": num_output_tokens(finished),
+            "output_tokens": finished.num_generated_tokens,
             **_cache(num_cached),
         }
 

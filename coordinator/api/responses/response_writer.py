@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from coordinator.api.answer.json_text import finite
 from coordinator.api.answer.openai_response import metrics_json
-from coordinator.api.answer.single_answer import SingleAnswer, named_event, num_cached_tokens, num_output_tokens
+from coordinator.api.answer.single_answer import SingleAnswer, named_event, num_cached_tokens
 from coordinator.api.responses.output_items import Event, OutputItems
 from coordinator.api.responses.response_body import ResponseBody
 from coordinator.intake.generation_request import GenerationSpec
@@ -107,7 +107,7 @@ class ResponsesWriter(SingleAnswer):
         return events
 
     def _finished(self, finished: RequestFinished) -> dict[str, Any]:
-        num_input, num_output = len(self._spec.prompt_token_ids), num_output_tokens(finished)
+        num_input, num_output = len(self._spec.prompt_token_ids), finished.num_generated_tokens
         is_cut = self._finish_reason == "length"
         answer = self._response("incomplete" if is_cut else "completed") | {
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

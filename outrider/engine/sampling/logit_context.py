@@ -2,10 +2,69 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from outrider.grammar import GrammarState
+
+Counts = npt.NDArray[np.int64]
+
+
+class TokenCounts:
+    """The distinct tokens of a growing text, from some position on, and how often each occurs.
+
+    Every token of the text is read once, however many steps ask: only what was added since the last `read` is new.
+    """
+
+    def __init__(self, start: int) -> None:
+        self._num_read = start
+        self._columns: dict[int, int] = {}  # by token id, in the order of first occurrence
+        # Arrays of which the first `len(_columns)` entries count; the rest is room to grow.
+        self._token_ids = np.empty(0, dtype=np.int64)
+        self._counts = np.empty(0, dtype=np.int64)
+        self._largest_id = -1
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        """Counts what the text has gained: `token_ids` is all of it, and begins with what was read before."""
+        assert self._num_read <= len(token_ids), "a text only grows"
+        if self._num_read == len(token_ids):
+            return
+        added = Counter(token_ids[self._num_read :])
+        self._num_read = len(token_ids)
+        for token_id in added:
+            self._columns.setdefault(token_id, len(self._columns))
+        if len(self._columns) > len(self._counts):
+            room = np.zeros(len(self._columns), dtype=np.int64)  # twice as many in all
+            self._token_ids = np.concatenate([self._token_ids, room])
+            self._counts = np.concatenate([self._counts, room])
+        columns = [self._columns[token_id] for token_id in added]
+        self._token_ids[columns] = list(added)
+        self._counts[columns] += list(added.values())
+        self._largest_id = max(self._largest_id, *added)
+
+    def followed_by(self, continuation: Sequence[int], vocab_size: int) -> tuple[Counts, Counts]:
+        """The distinct tokens below `vocab_size` of the text and a continuation of it, and how often each occurs.
+
+        Both arrays may be those of the text itself: they must not be changed, and are valid until the next `read`.
+        """
+        token_ids, counts = self._token_ids[: len(self._columns)], self._counts[: len(self._columns)]
+        if continuation:
+            counts, new = counts.copy(), Counter[int]()
+            for token_id in continuation:
+                if (column := self._columns.get(token_id)) is not None:
+                    counts[column] += 1
+                else:
+                    new[token_id] += 1
+            token_ids = np.concatenate([token_ids, np.array(list(new), dtype=np.int64)])
+            counts = np.concatenate([counts, np.array(list(new.values()), dtype=np.int64)])
+        if max(self._largest_id, *continuation, -1) >= vocab_size:
+            is_known = token_ids < vocab_size
+            return token_ids[is_known], counts[is_known]
+        return token_ids, counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +76,9 @@ class LogitContext:
     continuations: Sequence[Sequence[int]]  # [num_rows][...]
     end_token_ids: frozenset[int] = frozenset()  # what min_tokens rules out: end of sequence, stop_token_ids
     grammar: GrammarState | None = None  # having read the committed output
+    # By the position from which they count: a sequence passes the same ones to each step, so that a step counts what is
+    # new. Only steps whose parameters depend on counts fill them.
+    counts: dict[int, TokenCounts] = field(default_factory=dict)
 
     @property
     def positions(self) -> list[int]:
@@ -33,3 +95,9 @@ class LogitContext:
     def num_output_tokens(self, row: int) -> int:
         """Number of tokens after the prompt, before the token of this row."""
         return len(self.token_ids) - self.num_prompt_tokens + len(self.continuations[row])
+
+    def counted_from(self, start: int) -> TokenCounts:
+        """The counts of the committed tokens from position `start` on."""
+        counts = self.counts.setdefault(start, TokenCounts(start))
+        counts.read(self.token_ids)
+        return counts

@@ -83,19 +83,13 @@ def _biases(params: SamplingParams, text: LogitContext, vocab_size: int) -> tupl
 
 def _occurring(text: LogitContext, start: int, vocab_size: int) -> tuple[Indices, npt.NDArray[np.int64]]:
     """The tokens that occur from position `start` up to each row, and how often."""
-    hinted = [token_id for continuation in text.continuations for token_id in continuation]
-    committed = np.asarray(text.token_ids[start:], dtype=np.int64)
-    token_ids = np.unique(np.concatenate([committed, np.asarray(hinted, dtype=np.int64)]))
-    token_ids = token_ids[token_ids < vocab_size]
-    counts = np.zeros((len(text.continuations), len(token_ids)), dtype=np.int64)
-    counts += np.bincount(committed, minlength=vocab_size)[token_ids]
-    column = {int(token_id): index for index, token_id in enumerate(token_ids)} if hinted else {}
+    committed = text.counted_from(start)
+    indices, counts = [NO_INDICES], [NO_INDICES]
     for row, continuation in enumerate(text.continuations):
-        for token_id in continuation:
-            if token_id in column:
-                counts[row, column[token_id]] += 1
-    rows, columns = np.nonzero(counts)
-    return rows * vocab_size + token_ids[columns], counts[rows, columns]
+        token_ids, own = committed.followed_by(continuation, vocab_size)
+        indices.append(row * vocab_size + token_ids)
+        counts.append(own)
+    return np.concatenate(indices), np.concatenate(counts)
 
 
 def _penalties(params: SamplingParams, text: LogitContext, vocab_size: int) -> tuple[Indices, Values]:

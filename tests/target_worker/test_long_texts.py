@@ -1,4 +1,4 @@
-"""What the scheduler and the parameters do for a step of a session that decodes does not grow with its text."""
+"""A step of a session that decodes reads as much of a long text as of a short one."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from outrider.grammar import GrammarState
 
-Counts = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
+"""Elements of a request's logits [num_rows, vocab_size], as `row * vocab_size + token id`; each occurs once."""
+Values = npt.NDArray[np.float32]
 
 
 class TokenCounts:
@@ -23,9 +25,10 @@ class TokenCounts:
     def __init__(self, start: int) -> None:
         self._num_read = start
         self._columns: dict[int, int] = {}  # by token id, in the order of first occurrence
-        # Arrays of which the first `len(_columns)` entries count; the rest is room to grow.
-        self._token_ids = np.empty(0, dtype=np.int64)
-        self._counts = np.empty(0, dtype=np.int64)
+        # Arrays of which the first `len(_columns)` entries count; the rest is room to grow. Counts are whole numbers,
+        # which have no rounding error in this type below 2**24.
+        self._token_ids: Indices = np.empty(0, dtype=np.int64)
+        self._counts: Values = np.empty(0, dtype=np.float32)
         self._largest_id = -1
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -38,33 +41,37 @@ class TokenCounts:
         for token_id in added:
             self._columns.setdefault(token_id, len(self._columns))
         if len(self._columns) > len(self._counts):
-            room = np.zeros(len(self._columns), dtype=np.int64)  # twice as many in all
-            self._token_ids = np.concatenate([self._token_ids, room])
-            self._counts = np.concatenate([self._counts, room])
+            num_more = len(self._columns)  # at least twice as many in all
+            self._token_ids = np.concatenate([self._token_ids, np.zeros(num_more, dtype=np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(num_more, dtype=np.float32)])
         columns = [self._columns[token_id] for token_id in added]
         self._token_ids[columns] = list(added)
         self._counts[columns] += list(added.values())
         self._largest_id = max(self._largest_id, *added)
 
-    def followed_by(self, continuation: Sequence[int], vocab_size: int) -> tuple[Counts, Counts]:
-        """The distinct tokens below `vocab_size` of the text and a continuation of it, and how often each occurs.
+    def before_rows(self, continuations: Sequence[Sequence[int]], vocab_size: int) -> tuple[Indices, Values]:
+        """The tokens below `vocab_size` that occur in the text followed by each continuation, and how often.
 
-        Both arrays may be those of the text itself: they must not be changed, and are valid until the next `read`.
+        Tokens are elements of logits [len(continuations), vocab_size]: `row * vocab_size + token id`, each once.
         """
-        token_ids, counts = self._token_ids[: len(self._columns)], self._counts[: len(self._columns)]
-        if continuation:
-            counts, new = counts.copy(), Counter[int]()
+        num_distinct = len(self._columns)
+        starts = np.arange(len(continuations), dtype=np.int64)[:, None] * vocab_size
+        indices = (starts + self._token_ids[:num_distinct]).reshape(-1)
+        counts = np.tile(self._counts[:num_distinct], len(continuations))
+        new = Counter[int]()
+        for row, continuation in enumerate(continuations):
             for token_id in continuation:
                 if (column := self._columns.get(token_id)) is not None:
-                    counts[column] += 1
-                else:
-                    new[token_id] += 1
-            token_ids = np.concatenate([token_ids, np.array(list(new), dtype=np.int64)])
-            counts = np.concatenate([counts, np.array(list(new.values()), dtype=np.int64)])
-        if max(self._largest_id, *continuation, -1) >= vocab_size:
-            is_known = token_ids < vocab_size
-            return token_ids[is_known], counts[is_known]
-        return token_ids, counts
+                    counts[row * num_distinct + column] += 1
+                elif token_id < vocab_size:
+                    new[row * vocab_size + token_id] += 1
+        if self._largest_id >= vocab_size:
+            is_known = np.tile(self._token_ids[:num_distinct] < vocab_size, len(continuations))
+            indices, counts = indices[is_known], counts[is_known]
+        if new:
+            indices = np.concatenate([indices, np.array(list(new), dtype=np.int64)])
+            counts = np.concatenate([counts, np.array(list(new.values()), dtype=np.float32)])
+        return indices, counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class AttachSession:
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     grammar: GrammarState | None = None  # in its initial state; the session owns it from here on
     cache_salt: str = ""  # of the sessions it shares KV blocks with
-    owner: str = ""  # the tenant that its grammar is compiled for
+    owner: str = ""  # the tenant, or a digest of it: grammars are compiled and prompts computed by turns of owners
     is_background: bool = False  # no client waits for it: it makes room for others
 
 

@@ -31,9 +31,10 @@ from draft_worker.messages import (
 )
 from draft_worker.session import DraftSession
 from draft_worker.step_items import Beyond, grow_item, prefill_item
-from outrider.engine.chunk_cost import MIN_CHUNK_LEN, Chunk, ChunkCost
+from outrider.engine.chunk_cost import MIN_CHUNK_LEN, Chunk
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.kv.prefix_cache import SequenceBlocks
+from outrider.engine.prompt_queue import PromptQueue
 from outrider.hints.confidence import calibrations
 from outrider.hints.hint_tree import Hint
 
@@ -67,7 +68,7 @@ class DraftScheduler(Attachments[DraftSession]):
         self._reads_masks = reads_masks and limits.num_mask_tokens > 0
         self._moves: list[KVMove] = []
         self.num_cached_tokens = 0  # total whose KV was in the cache already
-        self._chunk_cost = ChunkCost()
+        self._prompts = PromptQueue()
         self._plain_ms = 0.0  # mean time of a step without prompts; 0.0: unknown
         self._calibrations = calibrations()
         self._num_sessions_of: Counter[str] = Counter()  # by target address
@@ -90,6 +91,7 @@ class DraftScheduler(Attachments[DraftSession]):
             self._calibrations.get(event.sampling.decoding_mode),
             attached_at=now,
             is_background=event.is_background,
+            owner=event.owner,
         )
         self._num_sessions_of[session.target_address] += 1
         # While the target accepts no hints, a prefill would be wasted. When it does again, it says so at once.
@@ -167,29 +169,36 @@ class DraftScheduler(Attachments[DraftSession]):
     def _chunks(self, growing: list[DraftSession], budget: int) -> list[tuple[DraftSession, int]]:
         """Chooses the sessions whose pending tokens are fed, and how many of them, within `budget`.
 
+        A session whose tree was discarded lacks only a few tokens and does not wait for prompts, which follow by turns.
         While other sessions have hint trees, prompts get as much time as a step without prompts takes: hints come at
         least half as often as before.
         """
         has_growing_trees = any(session.num_sent_nodes for session in growing)
-        budget_ms = self._plain_ms
+        prompts, cost, budget_ms = self._prompts, self._prompts.cost, self._plain_ms
         chunks: list[tuple[DraftSession, int]] = []
-        is_first = True
+        new: list[DraftSession] = []
         for session in self._prefilling(growing):
+            if not session.num_sent_nodes or session.num_pending > MIN_CHUNK_LEN:
+                new.append(session)
+            elif num_tokens := min(session.num_pending, budget):
+                chunks.append((session, num_tokens))
+                budget -= num_tokens
+        is_first = True
+        for session in prompts.turns(new):
             chunk = Chunk(session.num_prefix, min(session.num_pending, budget))
-            was_left = session.num_sent_nodes > 0 and session.num_pending <= MIN_CHUNK_LEN
-            if has_growing_trees and not was_left:
-                chunk = self._chunk_cost.shorten(chunk, budget_ms, is_first=is_first)
-                budget_ms -= self._chunk_cost.ms(chunk)
+            if has_growing_trees:
+                chunk = cost.shorten(chunk, budget_ms, is_first=is_first)
                 is_first = False
             if chunk.num_tokens <= 0:
                 break
             chunks.append((session, chunk.num_tokens))
+            prompts.charge(session.owner, chunk)
+            budget_ms -= cost.ms(chunk)
             budget -= chunk.num_tokens
         return chunks
 
     def _prefilling(self, growing: list[DraftSession]) -> list[DraftSession]:
-        """Sessions with pending tokens, those with the fewest first: a session whose tree was discarded lacks only a
-        few tokens and does not wait for long prompts.
+        """Sessions with pending tokens.
 
         A session whose prefix is being computed for another session waits for it, then shares the result.
         """
@@ -201,7 +210,7 @@ class DraftScheduler(Attachments[DraftSession]):
                     self.num_cached_tokens += session.begin()
                 session.has_begun = True
                 begun.append(session)
-        return sorted(begun, key=lambda session: session.num_pending)
+        return begun
 
     def _is_prefix_under_way(self, session: DraftSession, begun: list[DraftSession]) -> bool:
         if not begun or not self.limits.enable_prefix_caching:
@@ -257,7 +266,7 @@ class DraftScheduler(Attachments[DraftSession]):
         ]
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         if num_tokens >= MIN_CHUNK_LEN:
-            self._chunk_cost.observe(chunks, max(step_ms - self._plain_ms, 0.0))
+            self._prompts.cost.observe(chunks, max(step_ms - self._plain_ms, 0.0))
         elif num_tokens <= FEW_TOKENS:
             self._plain_ms += (1.0 - PLAIN_DECAY if self._plain_ms else 1.0) * (step_ms - self._plain_ms)
 

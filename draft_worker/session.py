@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,15 +33,13 @@ from draft_worker.tree.draft_node import MIN_CHANCE, DraftNode, primary_path
 from draft_worker.tree.reach_floor import ReachFloor
 from outrider.engine.kv.kv_cache import KVSequence
 from outrider.engine.kv.prefix_cache import SequenceBlocks
+from outrider.engine.sampling.logit_context import TokenCounts
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hints.acceptance import AcceptanceHistory
 from outrider.hints.confidence import Calibration, confidence_level
 from outrider.hints.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
 
-NUM_NEAR_NODES = 9
-"""Nodes below the cursor that a target verifies in one step by default: eight are fed, the last one needs no
-feeding."""
 SENT_REACH = 0.05
 """Probability of being reached from which an alternative is sent before it is fed, for a target that verifies
 branches. A row of the target's step must bring about as much."""
@@ -65,6 +63,10 @@ class DraftSession:
     calibration: Calibration | None = None  # shared by its decoding mode; None under rejection
     attached_at: float = 0.0  # shell's clock, seconds
     is_background: bool = False
+    owner: str = ""  # the tenant, or a digest of it
+    priority: ClassVar[int] = 0  # those in the background are fed when no other can grow
+    may_be_passed: ClassVar[bool] = True  # by shorter prompts of its owner
+    counts: dict[int, TokenCounts] = field(default_factory=dict)  # of `token_ids` (`LogitContext.counts`)
     features: ArrivedFeatures | None = None  # of a draft head
     base_len: int = 0
     cursor_node: DraftNode = field(default_factory=draft_node.root)
@@ -175,13 +177,12 @@ class DraftSession:
 
     def _compact(self, fed_path: list[int], survivors: list[int]) -> KVMove | None:
         """Adds the fed path to the prefix and closes the gaps behind it."""
-        sources = fed_path + [self.nodes[node_id].entry or 0 for node_id in survivors]
-        slots = self.kv.slots(0, self.kv.length)
-        destinations = np.arange(self.num_prefix, self.num_prefix + len(sources))
-        moved = np.asarray(sources, dtype=np.int64) != destinations
-        move = None
-        if moved.any():
-            move = KVMove(slots[np.asarray(sources, dtype=np.int64)[moved]], slots[destinations[moved]])
+        # Those of nodes stand behind the prefix, and are counted from its end.
+        sources = np.array(fed_path + [self.nodes[node_id].entry or 0 for node_id in survivors], dtype=np.int64)
+        sources -= self.num_prefix
+        slots = self.kv.slots(self.num_prefix, self.kv.length)
+        moved = sources != np.arange(len(sources))
+        move = KVMove(slots[sources[moved]], slots[: len(sources)][moved]) if moved.any() else None
         self.num_prefix += len(fed_path)
         self.nodes = draft_node.kept_below(self.cursor_node, self.nodes)
         self._collect_candidates()
@@ -391,9 +392,7 @@ class DraftSession:
 
     def could_be_verified_next(self, hints: Sequence[Hint]) -> bool:
         """Whether the next step could verify some of these hints on its path. Hints beside the path may wait."""
-        sent = {hint.node_id for hint in hints}
-        near = islice(primary_path(self.cursor_node, self.nodes), NUM_NEAR_NODES)
-        return any(node.hint.node_id in sent for node in near)
+        return draft_node.is_any_near(hints, self.cursor_node, self.nodes)
 
     def live_hints(self) -> list[Hint]:
         """All nodes below the cursor, parents first."""

@@ -109,7 +109,10 @@ def _item(
         session.sampling,
         session.speculation,
         session.seed,
-        LogitContext(session.token_ids, session.num_prompt_tokens, continuations, end_token_ids, session.grammar),
+        LogitContext(
+            *(session.token_ids, session.num_prompt_tokens, continuations, end_token_ids, session.grammar),
+            session.counts,
+        ),
         first_draw,
         session.acceptance.rate,
         session.calibration,

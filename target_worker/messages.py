@@ -48,7 +48,7 @@ class StartSession:
     priority: int = 0  # lower is served first and preempted last
     deadline_at: float = math.inf  # shell's clock, seconds; a result after it is not wanted
     cache_salt: str = ""  # of the sessions it shares KV blocks and recent outputs with
-    owner: str = ""  # the tenant that its grammar is compiled for
+    owner: str = ""  # the tenant that its grammar is compiled for; `aim` has it for everything else
     prediction: Sequence[int] = ()  # token ids that the client expects as output
     aim: Aim = NO_AIM  # its service-level objective
 

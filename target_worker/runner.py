@@ -91,8 +91,9 @@ def _move_entries(engine: Engine, items: Sequence[StepItem], verdicts: Sequence[
     sources, destinations = [], []
     for item, verdict in zip(items, verdicts, strict=True):
         if item.branches and verdict is not None and verdict.trail:
-            slots = item.kv.slots(0, item.kv.length)
-            source, destination = item.moved_entries(verdict)
+            first = item.kv.length - item.num_fed_hints  # what moves was fed in this step
+            slots = item.kv.slots(first, item.kv.length)
+            source, destination = (np.array(entries) - first for entries in item.moved_entries(verdict))
             sources.append(slots[source])
             destinations.append(slots[destination])
     if sources:

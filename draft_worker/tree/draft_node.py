@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import ROOT_ID, Hint
 
+NUM_NEAR_NODES = 9
+"""Nodes below the cursor that a target verifies in one step by default: eight are fed, the last one needs no
+feeding."""
 MIN_CHANCE = 0.01
 """Probability of a guessed token that the row behind its parent finds unlikely."""
 
@@ -93,6 +97,12 @@ def fed_below(node: DraftNode, nodes: Nodes) -> list[int]:
             found.append(child)
             pending.extend(child.children)
     return [each.hint.node_id for each in sorted(found, key=lambda each: each.entry or 0)]
+
+
+def is_any_near(hints: Sequence[Hint], cursor: DraftNode, nodes: Nodes) -> bool:
+    """Whether any of these hints is one of the next nodes on the primary path."""
+    sent = {hint.node_id for hint in hints}
+    return any(node.hint.node_id in sent for node in islice(primary_path(cursor, nodes), NUM_NEAR_NODES))
 
 
 def scale_reach(node: DraftNode, nodes: Nodes, reach: float) -> None:

@@ -77,6 +77,10 @@ class ChunkCost:
         """Estimated time of one chunk in milliseconds; 0.0 while unknown."""
         return self.token_ms * chunk.num_tokens + self.read_ms * chunk.num_read
 
+    def weight(self, chunk: Chunk) -> float:
+        """Number of tokens that would cost as much as the chunk if they read nothing."""
+        return self.ms(chunk) / self.token_ms if self.token_ms else float(chunk.num_tokens)
+
     def num_tokens_within(self, ms: float, start: int) -> int:
         """Length of the longest chunk at `start` that takes at most `ms`; unbounded while costs are unknown."""
         if not self.token_ms:

@@ -1,10 +1,13 @@
 """Assigns batch slots and KV blocks: which sessions run, which wait, which are preempted. Pure.
 
 A session gets a slot when the KV of its committed tokens fits beside what the running ones are about to need; from then
-on it takes blocks as it grows. The order is by rank: priority, then arrival. When blocks run out, running sessions take
-what they need for the next step in this order, and the one of last rank is preempted. It returns its blocks and waits
-again at its old rank; its KV is recomputed, as for a prompt, when there is room. Nothing makes room for a later rank,
-so the first session always progresses and every session becomes the first.
+on it takes blocks as it grows. Among those of one priority, slots go to the owner with the smallest dominant share of
+slots and KV blocks (Ghodsi et al., NSDI 2011), so that nobody's long prompts keep others waiting that hold less; among
+equals to the one that has waited longest for its turn. One owner's go by arrival. When blocks run out, running sessions
+take what they need for the next step in order of rank, which is priority, then arrival, and the one of last rank is
+preempted. It returns its blocks and waits again at its old rank, before those that have not begun; its KV is
+recomputed, as for a prompt, when there is room. Nothing makes room for a later rank, so the first session always
+progresses and every session becomes the first.
 
 A session in the background is preempted, too, when another one has no slot or blocks to begin: nobody waits for it.
 """
@@ -14,10 +17,12 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.engine.prompt_queue import OWNERS_MAX
 from outrider.errors import InvalidRequest
 from outrider.objective import Turn, by_due
 from target_worker.limits import SchedulerLimits
@@ -30,10 +35,10 @@ by_rank = operator.attrgetter("rank")
 
 @dataclass(frozen=True, slots=True)
 class StepRoom:
-    """The sessions of a step in order of rank, and the KV blocks available to it."""
+    """The sessions of a step in order of rank, each of which has room for a token, and KV blocks for hints."""
 
     decoding: list[Session]
-    prefilling: list[tuple[Session, int]]  # with the number of tokens that there is KV for
+    prefilling: list[Session]
     num_hint_blocks: int | None  # beyond these sessions' own needs; None: not scarce
 
     def without(self, session_ids: Collection[str]) -> StepRoom:
@@ -41,7 +46,7 @@ class StepRoom:
         if not session_ids:
             return self
         decoding = [session for session in self.decoding if session.session_id not in session_ids]
-        prefilling = [each for each in self.prefilling if each[0].session_id not in session_ids]
+        prefilling = [session for session in self.prefilling if session.session_id not in session_ids]
         return replace(self, decoding=decoding, prefilling=prefilling)
 
     def limit_hints(self, num_fed: list[int]) -> list[int]:
@@ -74,6 +79,8 @@ class BatchSlots:
         self.running: dict[str, Session] = {}
         self.num_preemptions = 0
         self._is_short = False  # KV blocks, for the first waiting session
+        self._num_turns = 0
+        self._last_turns: dict[str, int] = {}  # numbers of owners' last turns, in this order
         # Upper bounds of the blocks that a step needs, hints included.
         size = allocator.block_size
         self._most_per_session = 1 + (limits.num_local_tokens_max + size) // size
@@ -96,8 +103,14 @@ class BatchSlots:
             self.waiting.remove(session)
 
     def num_before(self, session: Session) -> int:
-        """Number of waiting sessions that get a slot before this one."""
-        return bisect.bisect_left(self.waiting, session.rank, key=by_rank)
+        """Number of waiting sessions that get a slot before this one, whoever else ends or comes: others' turns depend
+        on the shares that they will have."""
+        return sum(
+            each.priority < session.priority
+            or (each.first_token_at is not None and each.priority == session.priority)
+            or (each.owner == session.owner and each.rank < session.rank)
+            for each in self.waiting
+        )
 
     def num_ends_before(self, num_before: int, num_tokens: int) -> int:
         """Number of running sessions that must end before one of `num_tokens` gets a slot behind `num_before`
@@ -123,13 +136,16 @@ class BatchSlots:
         return self._allocator.num_free
 
     def promote(self, now: float) -> None:
-        """Gives slots to waiting sessions as long as they fit: by rank, and among one tenant's by when their first
-        tokens are due.
+        """Gives slots to waiting sessions as long as they fit: by turns of their owners, and among one owner's by when
+        their first tokens are due.
 
         One whose prompt prefix is being computed for another session lets others pass, then shares the result.
         """
         self._is_short = False
-        for session in by_due(self.waiting, [turn_of(each) for each in self.waiting], now):
+        last = next(reversed(self.running.values()), None)
+        if len(self.running) >= self._limits.max_num_seqs and last is not None and not last.is_background:
+            return  # whoever waits, and in what order
+        for session in self._by_turns(now):
             while not self._has_room(session):
                 if not self._make_room_for(session):
                     return
@@ -145,6 +161,34 @@ class BatchSlots:
             running = [*self.running.values(), session]
             self.running = {each.session_id: each for each in sorted(running, key=by_rank)}
 
+    def _by_turns(self, now: float) -> Iterator[Session]:
+        """The waiting sessions one by one. Whose turn comes next depends on the shares that owners have by then."""
+        lines: dict[tuple[int, bool], dict[str, list[Session]]] = {}
+        for session in by_due(self.waiting, [turn_of(each) for each in self.waiting], now):
+            is_new = session.first_token_at is None
+            by_owner = lines.setdefault((session.priority, is_new), {})
+            by_owner.setdefault(session.owner if is_new else "", []).append(session)
+        for (priority, _), by_owner in sorted(lines.items(), key=operator.itemgetter(0)):
+            while by_owner:
+                shares = self._dominant_shares(priority)
+                owner = min(by_owner, key=lambda each: (shares.get(each, 0.0), self._last_turns.get(each, 0)))
+                yield by_owner[owner].pop(0)
+                if not by_owner[owner]:
+                    del by_owner[owner]
+
+    def _dominant_shares(self, priority: int) -> dict[str, float]:
+        """Shares of the slots or the KV that owners have, whichever is greater, those of later priorities left out."""
+        num_slots, num_tokens = Counter[str](), Counter[str]()
+        for session in self.running.values():
+            if session.priority <= priority:
+                num_slots[session.owner] += 1
+                num_tokens[session.owner] += session.committed_len
+        num_entries = (self._allocator.num_blocks - 1) * self._allocator.block_size
+        return {
+            owner: max(num / self._limits.max_num_seqs, num_tokens[owner] / num_entries)
+            for owner, num in num_slots.items()
+        }
+
     def _leave_queue(self, session: Session, now: float) -> None:
         """Removes a session that gets a slot. One that goes first because it is due takes the rank of the first in its
         group, and those that it passes move to the ranks behind: so nobody else goes later for it."""
@@ -156,6 +200,11 @@ class BatchSlots:
                 each.rank = rank
         self.waiting.remove(session)
         self.waiting.sort(key=by_rank)
+        self._num_turns += 1
+        self._last_turns.pop(session.owner, None)
+        self._last_turns[session.owner] = self._num_turns
+        if len(self._last_turns) > OWNERS_MAX:
+            del self._last_turns[next(iter(self._last_turns))]
 
     def _has_room(self, session: Session) -> bool:
         """Whether a waiting session gets a slot now."""
@@ -206,42 +255,36 @@ class BatchSlots:
         return bool(computing) and session.blocks.is_under_way(session.token_ids, computing)
 
     def make_room(self) -> StepRoom:
-        """Secures the blocks for the next step; returns which sessions it feeds, and how many tokens.
+        """Secures a block for each session that lacks one; returns the sessions that the next step can feed.
 
-        Hints get what is left over, so they go before any session is preempted. A session that gets nothing and has
-        none behind it keeps its blocks and skips the step: perhaps another ends before those in front need them.
+        Prompts get what is left over by turns, and then hints, so these go before any session is preempted. A session
+        that gets nothing and has none behind it keeps its blocks and skips the step: perhaps another ends before those
+        in front need them.
         """
         running = list(self.running.values())
         decoding = [session for session in running if session.num_pending == 1]
-        num_prefilling = len(running) - len(decoding)
+        prefilling = [session for session in running if session.num_pending > 1]
         most = len(decoding) * self._most_per_session
-        if num_prefilling:
-            most += num_prefilling + self._most_for_prompts
+        if prefilling:
+            most += len(prefilling) + self._most_for_prompts
         if most <= self.num_free:
-            prefilling = [(session, session.num_pending) for session in running if session.num_pending > 1]
             return StepRoom(decoding, prefilling, None)
-        return self._make_room_by_rank(running, self._limits.max_num_batched_tokens - len(decoding))
+        return self._make_room_by_rank(running)
 
-    def _make_room_by_rank(self, running: list[Session], num_prompt_tokens: int) -> StepRoom:
-        """num_prompt_tokens: prompt tokens that the step can feed beside one of each decoding session."""
+    def _make_room_by_rank(self, running: list[Session]) -> StepRoom:
         room = StepRoom([], [], 0)
         num_taken = 0
         while running:
             session = running.pop(0)
-            num_left = self.num_free - num_taken
-            while session.kv.room(num_left) == 0 and running:
+            while session.kv.room(self.num_free - num_taken) == 0 and running:
                 self._preempt(running.pop())
-                num_left = self.num_free - num_taken
-            num_tokens = min(session.num_pending, session.kv.room(num_left))
-            if session.num_pending > 1:
-                num_tokens = min(num_tokens, num_prompt_tokens)
-                num_prompt_tokens -= num_tokens
-                if num_tokens:
-                    room.prefilling.append((session, num_tokens))
-            elif num_tokens:
-                room.decoding.append(session)
-            num_taken += session.kv.num_missing(num_tokens)
-        return StepRoom(room.decoding, room.prefilling, self.num_free - num_taken)
+            if session.kv.room(self.num_free - num_taken) > 0:
+                (room.prefilling if session.num_pending > 1 else room.decoding).append(session)
+                num_taken += session.kv.num_missing(1)
+        num_plain = sum(session.kv.num_missing(1) for session in room.decoding)
+        num_wanted = sum(session.kv.num_missing(session.num_pending) for session in room.prefilling)
+        num_for_prompts = min(num_wanted, self._most_for_prompts + len(room.prefilling))
+        return replace(room, num_hint_blocks=max(self.num_free - num_plain - num_for_prompts, 0))
 
     def _preempt(self, session: Session) -> None:
         del self.running[session.session_id]

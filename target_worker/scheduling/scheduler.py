@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 
-from outrider.engine.chunk_cost import ChunkCost
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.prompt_queue import PromptQueue
 from outrider.engine.sampling.verdict import Verdict
 from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError
 from outrider.hints.confidence import branch_calibrations, calibrations
@@ -76,7 +76,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self._cores = cores
         self.cost = StepCost() if cores is None else cores.cost  # of steps such as the one that comes
-        self._chunk_cost = ChunkCost()
+        self._prompts = PromptQueue()
         self._intake = BatchIntake(may_pause=limits.may_pause)
         self._pace = Pace()
         self._wait = HintWait(limits.hint_wait_ms_max, limits.wait_for_num_hints)
@@ -274,7 +274,7 @@ class Scheduler:
             self._pace.wait()  # its time is no part of a step's
         self._turns.begin_step()
         room = self._slots.make_room().without(self._turns.left_out)
-        return compose(room, self.limits, line, self._chunk_cost, now)
+        return compose(room, self.limits, line, self._prompts, now)
 
     def _active(self) -> list[Session]:
         return self._turns.active(self._slots.running.values())
@@ -301,7 +301,7 @@ class Scheduler:
         hinted = self._intake.hinted(self._active())
         busy_ms = self._pace.busy_ms(result.step_ms, now)
         hint_price = learn_cost(self.cost, step, num_context, busy_ms) if step.only_decodes else None
-        learn_chunks(self._chunk_cost, self.cost, step, result.step_ms)
+        learn_chunks(self._prompts.cost, self.cost, step, result.step_ms)
         num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
         if step.only_decodes:
             self._pace.commit(num_committed, len(step.items))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.engine.kv.kv_cache import KVSequence
 from outrider.engine.kv.prefix_cache import SequenceBlocks
-from outrider.engine.sampling.logit_context import LogitContext
+from outrider.engine.sampling.logit_context import LogitContext, TokenCounts
 from outrider.engine.sampling.token_logprobs import TokenLogprobs
 from outrider.engine.sampling.verdict import Verdict
 from outrider.errors import InvalidRequest
@@ -33,7 +33,6 @@ from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
     PromptScored,
-    SourceCount,
     StartSession,
     StepItem,
     StreamId,
@@ -48,6 +47,7 @@ from target_worker.scheduling.output_grammar import (
     up_to_completion,
 )
 from target_worker.scheduling.session_statistics import (
+    CommitOutcome,
     add_up_to_limit,
     count_outcome,
     count_sources,
@@ -59,25 +59,6 @@ from target_worker.scheduling.session_statistics import (
 )
 
 NO_PATH = HintPath([], 0)
-
-
-@dataclass(frozen=True, slots=True)
-class CommitOutcome:
-    """The tokens that one verdict added to a session, and their statistics."""
-
-    token_ids: list[int]
-    origins: list[common_pb2.TokenOrigin]
-    num_draft_tokens: int  # fed hints of a draft worker, branches included
-    num_accepted: int  # those of them among the tokens
-    num_accepted_branches: int  # branches among these
-    num_prediction_tokens: int  # verified hints of the client's prediction
-    num_accepted_prediction_tokens: int  # those of them among the tokens
-    sources: tuple[SourceCount, ...]
-    num_verified: int  # verified hints of a draft worker, one that was not fed included
-    num_matched: int  # the leading ones of them that were accepted
-    logprobs: list[TokenLogprobs] | None
-    reason: target_pb2.FinishReason | None  # set when the session has ended
-    stop_token_id: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +104,7 @@ class Session:
     num_cached_tokens: int = 0  # prompt tokens whose KV was in the cache already
     num_scored: int = 1  # prompt tokens whose log probabilities were sent; the first has none
     num_preemptions: int = 0
+    counts: dict[int, TokenCounts] = field(default_factory=dict)  # of `token_ids` (`LogitContext.counts`)
     has_outcome: bool = False  # of a step with hints, not counted yet
 
     @classmethod
@@ -190,9 +172,24 @@ class Session:
         return len(self.token_ids) - self.kv.length
 
     @property
+    def owner(self) -> str:
+        """The tenant, or a digest of it."""
+        return self.aim.owner
+
+    @property
+    def priority(self) -> int:
+        return self.rank[0]
+
+    @property
+    def may_be_passed(self) -> bool:
+        """Whether shorter prompts of its owner may go before its own: nobody waits for its next token, or for its
+        first by some time."""
+        return self.first_token_at is None and math.isinf(self.aim.objective.ttft_ms)
+
+    @property
     def is_background(self) -> bool:
         """Whether it runs for no waiting client."""
-        return self.rank[0] >= BACKGROUND_PRIORITY
+        return self.priority >= BACKGROUND_PRIORITY
 
     @property
     def wants_hints(self) -> bool:
@@ -231,7 +228,9 @@ class Session:
         for branch in branches:
             own = [branches[each].hint.token_id for each in branch.trail]
             continuations.append([*hinted_ids[: branch.on_path], *own])
-        return LogitContext(self.token_ids, self.num_prompt_tokens, continuations, self.end_token_ids, self.grammar)
+        return LogitContext(
+            *(self.token_ids, self.num_prompt_tokens, continuations, self.end_token_ids, self.grammar), self.counts
+        )
 
     def is_output_complete(self) -> bool:
         """Whether the grammar permits nothing after the current output."""

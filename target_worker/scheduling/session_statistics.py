@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
 
+from outrider.engine.sampling.token_logprobs import TokenLogprobs
 from outrider.engine.sampling.verdict import Verdict
 from outrider.hints.hint_tree import Hint, HintTree
 from outrider.sampling_params import UINT32_MAX
-from protos.outrider.v1 import common_pb2
+from protos.outrider.v1 import common_pb2, target_pb2
 from target_worker.hints.local_source import HintKind
 from target_worker.messages import SourceCount, StepItem
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOutcome:
+    """The tokens that one verdict added to a session, and their statistics."""
+
+    token_ids: list[int]
+    origins: list[common_pb2.TokenOrigin]
+    num_draft_tokens: int  # fed hints of a draft worker, branches included
+    num_accepted: int  # those of them among the tokens
+    num_accepted_branches: int  # branches among these
+    num_prediction_tokens: int  # verified hints of the client's prediction
+    num_accepted_prediction_tokens: int  # those of them among the tokens
+    sources: tuple[SourceCount, ...]
+    num_verified: int  # verified hints of a draft worker, one that was not fed included
+    num_matched: int  # the leading ones of them that were accepted
+    logprobs: list[TokenLogprobs] | None
+    reason: target_pb2.FinishReason | None  # set when the session has ended
+    stop_token_id: int | None
 
 
 def count_step(stats: common_pb2.SpeculationStats, num_accepted: int, num_draft_tokens: int) -> None:

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Sequence
 
 from outrider.engine.chunk_cost import Chunk, ChunkCost
+from outrider.engine.prompt_queue import PromptQueue
 from outrider.hints.acceptance import NUM_POSITIONS
 from outrider.hints.objective_rows import UNLIMITED, StepBudget, allot_within, time_left_ms
 from outrider.hints.speculation import allot
@@ -32,13 +33,14 @@ HELP_SHARE = 0.95
 them for its objective."""
 
 
-def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost: ChunkCost, now: float) -> Step:
+def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, prompts: PromptQueue, now: float) -> Step:
     """Composes a step: decoding sessions first, then prefill chunks, within `max_num_batched_tokens`.
 
     While sessions decode, all chunks of a step together take a little less than one chunk that starts a prompt and
     uses up the token budget. That bounds the delay of a running session's next token. Nor do they take more than the
     objectives of these sessions leave; where that is less than the least chunk, there is one such chunk after
-    PROMPT_TURN_STEPS steps without any, so that prompts get on.
+    PROMPT_TURN_STEPS steps without any, so that prompts get on. Which prompts get them is decided by `PromptQueue`, and
+    among one tenant's also by when their first tokens are due.
     """
     decoding = room.decoding
     budget = limits.max_num_batched_tokens - len(decoding)
@@ -65,16 +67,23 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
     for session, path, fed in zip(decoding, paths, num_fed, strict=True):
         items.append(deciding_item(session, path, fed))
     budget -= sum(counted_on)  # not what is fed: that may follow from drawn hints (I4)
+    if not room.prefilling:
+        return Step(items)
+    chunk_cost = prompts.cost
     usual_ms = CHUNK_SHARE * chunk_cost.ms(Chunk(0, max(budget, 0)))
-    budget_ms = min(usual_ms, time_left_ms(gains, counted_on, line, budgets)) if room.prefilling else usual_ms
+    budget_ms = min(usual_ms, time_left_ms(gains, counted_on, line, budgets))
     must_get_on = budget_ms == usual_ms or chunk_cost.num_steps_without >= PROMPT_TURN_STEPS
-    for session, most in by_due(room.prefilling, [turn_of(session) for session, _ in room.prefilling], now):
-        chunk = Chunk(session.kv.length, min(most, budget))
+    for session in prompts.turns(by_due(room.prefilling, [turn_of(session) for session in room.prefilling], now)):
+        num_affordable = session.kv.room(session.kv.allocator.num_free)  # others have taken theirs meanwhile
+        if num_affordable == 0:
+            continue
+        chunk = Chunk(session.kv.length, min(session.num_pending, num_affordable, budget))
         if decoding:
             chunk = chunk_cost.shorten(chunk, budget_ms, is_first=must_get_on and len(items) == len(decoding))
         if chunk.num_tokens <= 0:
             break
         items.append(prefill_item(session, chunk.num_tokens, limits))
+        prompts.charge(session.owner, chunk)
         budget -= chunk.num_tokens
         budget_ms -= chunk_cost.ms(chunk)
     return Step(items)

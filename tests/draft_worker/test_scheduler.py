@@ -26,7 +26,8 @@ from draft_worker.messages import (
     Unsubscribe,
 )
 from draft_worker.scheduler import DraftScheduler
-from draft_worker.session import NUM_NEAR_NODES, DraftSession
+from draft_worker.session import DraftSession
+from draft_worker.tree.draft_node import NUM_NEAR_NODES
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.kv.prefix_cache import block_digests
 from outrider.engine.sampling.randomness import mix

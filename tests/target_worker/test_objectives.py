@@ -405,6 +405,6 @@ def test_counts_of_steps_without_chunks_end_with_a_chunk() -> None:
     serving.ask("a", length=100, num_tokens=10)
     seen = defaultdict(list)
     while serving.turn():
-        seen[max(serving.rows[-1].values()) > 1].append(serving.scheduler._chunk_cost.num_steps_without)
+        seen[max(serving.rows[-1].values()) > 1].append(serving.scheduler._prompts.cost.num_steps_without)
     assert set(seen[True]) == {0}
     assert seen[False] == list(range(1, 10))

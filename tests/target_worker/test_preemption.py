@@ -261,8 +261,8 @@ class TestPlantedBugs:
             crowd().finish()
 
     def test_the_oldest_giving_way_is_found(self) -> None:
-        def make_room(self: BatchSlots, running: list[Session], num_prompt_tokens: int) -> object:
-            return BY_RANK(self, running[::-1], num_prompt_tokens)
+        def make_room(self: BatchSlots, running: list[Session]) -> object:
+            return BY_RANK(self, running[::-1])
 
         with patch.object(BatchSlots, "_make_room_by_rank", make_room), pytest.raises(AssertionError):
             crowd().finish()

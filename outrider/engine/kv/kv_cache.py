@@ -176,9 +176,9 @@ class KVSequence:
         self.block_ids = [self.allocator.take_published(digest) for digest in digests]
         self.length = len(digests) * self.allocator.block_size
 
-    def publish(self, digests: Sequence[Digest], start: int) -> None:
-        """Publishes the full blocks from the `start`-th on; `digests` are those of the sequence."""
-        for index in range(start, len(digests)):
+    def publish(self, digests: Sequence[Digest], start: int, end: int | None = None) -> None:
+        """Publishes the full blocks [start, end), by default from `start` on; `digests` are those of the sequence."""
+        for index in range(start, len(digests) if end is None else end):
             self.allocator.publish(self.block_ids[index], digests[index])
 
     def free(self) -> None:
@@ -186,7 +186,9 @@ class KVSequence:
         self.truncate(0)
 
     def slots(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """Cache slots of entries `[start, end)`.  # [end - start]"""
+        """Cache slots of entries `[start, end)`; reads their blocks alone.  # [end - start]"""
         size = self.allocator.block_size
-        entries = np.arange(start, end, dtype=np.int64)
-        return np.asarray(self.block_ids, dtype=np.int64)[entries // size] * size + entries % size
+        first = start // size
+        entries = np.arange(start - first * size, end - first * size, dtype=np.int64)
+        block_ids = np.asarray(self.block_ids[first : self.allocator.blocks_for(end)], dtype=np.int64)
+        return block_ids[entries // size] * size + entries % size

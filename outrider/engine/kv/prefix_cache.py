@@ -14,7 +14,7 @@ tokens reveal the prompts of another salt. Coordinators choose the salts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -38,13 +38,16 @@ def block_digests(
     token_ids: Sequence[int], block_size: int, known: Sequence[Digest] = (), salt: str = ""
 ) -> list[Digest]:
     """Digests of all full blocks of a sequence, of which the first `len(known)` are known already."""
-    digests = list(known)
-    root = _root(salt)
-    for start in range(len(digests) * block_size, len(token_ids) - block_size + 1, block_size):
+    previous = known[-1] if known else _root(salt)
+    return [*known, *_following(token_ids[len(known) * block_size :], block_size, previous)]
+
+
+def _following(token_ids: Sequence[int], block_size: int, previous: Digest) -> Iterator[Digest]:
+    """Digests of the full blocks of tokens that follow a block with the digest `previous`."""
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
         content = np.asarray(token_ids[start : start + block_size], dtype=np.int64).tobytes()
-        previous = digests[-1] if digests else root
-        digests.append(hashlib.blake2b(previous + content, digest_size=16).digest())
-    return digests
+        previous = hashlib.blake2b(previous + content, digest_size=16).digest()
+        yield previous
 
 
 def _root(salt: str) -> Digest:
@@ -67,13 +70,13 @@ class SequenceBlocks:
 
         The last token's entry is always left out: its logits are needed, so it has to be computed.
         """
-        digests = self.digests(token_ids, len(token_ids) - 1)
+        digests = self._digests_before(token_ids, len(token_ids) - 1)
         self.kv.adopt(digests[: self.kv.allocator.num_published(digests)])
         return self.kv.length
 
     def num_shared(self, token_ids: Sequence[int]) -> int:
         """Blocks that `adopt` would share with others that use them now."""
-        return self.kv.allocator.num_shared(self.digests(token_ids, len(token_ids) - 1))
+        return self.kv.allocator.num_shared(self._digests_before(token_ids, len(token_ids) - 1))
 
     def release(self) -> None:
         """Returns all blocks; the KV can be computed again, or adopted while it is still cached."""
@@ -88,26 +91,35 @@ class SequenceBlocks:
         assert num_final <= self.kv.length, "only what has been computed can be offered"
         num_full = num_final // self.kv.allocator.block_size
         if num_full > self._num_published:
-            self.kv.publish(self.digests(token_ids, num_final), self._num_published)
+            self._know(token_ids, num_full)
+            self.kv.publish(self._digests, self._num_published, num_full)
             self._num_published = num_full
-
-    def first_missing(self, token_ids: Sequence[int]) -> Digest | None:
-        """The first block of this sequence that is not published; None when all are."""
-        digests = self.digests(token_ids, len(token_ids) - 1)
-        num_published = self.kv.allocator.num_published(digests)
-        return digests[num_published] if num_published < len(digests) else None
 
     def is_under_way(self, token_ids: Sequence[int], computing: Iterable[tuple[SequenceBlocks, Sequence[int]]]) -> bool:
         """Whether a sequence in `computing` is about to publish the first block that this one lacks."""
-        missing = self.first_missing(token_ids)
-        return missing is not None and any(
-            missing in other.digests(others_ids, len(others_ids)) for other, others_ids in computing
+        digests = self._digests_before(token_ids, len(token_ids) - 1)
+        index = self.kv.allocator.num_published(digests)
+        return index < len(digests) and any(
+            other._has(others_ids, index, digests[index]) for other, others_ids in computing
         )
 
-    def digests(self, token_ids: Sequence[int], length: int) -> list[Digest]:
-        """Digests of the full blocks of the first `length` tokens; the tokens must extend those of earlier calls."""
-        size = self.kv.allocator.block_size
-        num_full = length // size
-        if len(self._digests) < num_full:
-            self._digests = block_digests(token_ids[:length], size, self._digests, self.salt)
+    def _has(self, token_ids: Sequence[int], index: int, digest: Digest) -> bool:
+        """Whether a block of these tokens has the digest, which stands for all tokens up to it and so for its place."""
+        if (index + 1) * self.kv.allocator.block_size > len(token_ids):
+            return False
+        self._know(token_ids, index + 1)
+        return self._digests[index] == digest
+
+    def _digests_before(self, token_ids: Sequence[int], length: int) -> list[Digest]:
+        """Digests of the full blocks of the first `length` tokens."""
+        num_full = length // self.kv.allocator.block_size
+        self._know(token_ids, num_full)
         return self._digests[:num_full]
+
+    def _know(self, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Makes the digests of the first blocks, as far as they are not known: of each token once. The tokens must
+        extend those of earlier calls."""
+        size, num_known = self.kv.allocator.block_size, len(self._digests)
+        if num_known < num_blocks:
+            previous = self._digests[-1] if num_known else _root(self.salt)
+            self._digests += _following(token_ids[num_known * size : num_blocks * size], size, previous)

@@ -153,8 +153,10 @@ def plan_paged(
                 sequences.append(_Sequence(1, num_keys, block.kv.block_ids))
                 continue
             num_full = block.tree_start // block_size
-            slots = block.kv.slots(0, block.kv.length)
-            copies = [*slots[num_full * block_size : block.tree_start], *slots[list(path)]]
+            first_copied = num_full * block_size
+            slots = block.kv.slots(first_copied, block.kv.length)
+            seen = [entry - first_copied for entry in path]
+            copies = [*slots[: block.tree_start - first_copied], *slots[seen]]
             num_scratch = -(-len(copies) // block_size)
             own = scratch_block_ids[num_used : num_used + num_scratch]
             num_used += num_scratch

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engine.sampling.logit_context import LogitContext
+from outrider.engine.sampling.logit_context import Indices, LogitContext, Values
 from outrider.sampling_params import SamplingParams
 
-Indices = npt.NDArray[np.int64]
-"""Elements of a request's logits [num_rows, vocab_size], as `row * vocab_size + token id`; each occurs once."""
-Values = npt.NDArray[np.float32]
 NO_INDICES: Indices = np.empty(0, dtype=np.int64)
 
 
@@ -61,7 +58,7 @@ def edits_of(params: SamplingParams, text: LogitContext, vocab_size: int) -> Log
         return None
     repeated = NO_INDICES
     if params.repetition_penalty != 1.0:
-        repeated, _ = _occurring(text, 0, vocab_size)
+        repeated, _ = text.counted_from(0).before_rows(text.continuations, vocab_size)
     forbidden = {*_bad_word_ends(params, text, vocab_size), *_early_ends(params, text, vocab_size)}
     return LogitEdits(
         *_biases(params, text, vocab_size),
@@ -81,29 +78,11 @@ def _biases(params: SamplingParams, text: LogitContext, vocab_size: int) -> tupl
     return indices, np.tile(np.array(list(biases.values()), dtype=np.float32), num_rows)
 
 
-def _occurring(text: LogitContext, start: int, vocab_size: int) -> tuple[Indices, npt.NDArray[np.int64]]:
-    """The tokens that occur from position `start` up to each row, and how often."""
-    hinted = [token_id for continuation in text.continuations for token_id in continuation]
-    committed = np.asarray(text.token_ids[start:], dtype=np.int64)
-    token_ids = np.unique(np.concatenate([committed, np.asarray(hinted, dtype=np.int64)]))
-    token_ids = token_ids[token_ids < vocab_size]
-    counts = np.zeros((len(text.continuations), len(token_ids)), dtype=np.int64)
-    counts += np.bincount(committed, minlength=vocab_size)[token_ids]
-    column = {int(token_id): index for index, token_id in enumerate(token_ids)} if hinted else {}
-    for row, continuation in enumerate(text.continuations):
-        for token_id in continuation:
-            if token_id in column:
-                counts[row, column[token_id]] += 1
-    rows, columns = np.nonzero(counts)
-    return rows * vocab_size + token_ids[columns], counts[rows, columns]
-
-
 def _penalties(params: SamplingParams, text: LogitContext, vocab_size: int) -> tuple[Indices, Values]:
     if params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
         return NO_INDICES, np.empty(0, dtype=np.float32)
-    indices, counts = _occurring(text, text.num_prompt_tokens, vocab_size)
-    by_count = np.float32(params.frequency_penalty) * counts.astype(np.float32)
-    return indices, by_count + np.float32(params.presence_penalty)
+    indices, counts = text.counted_from(text.num_prompt_tokens).before_rows(text.continuations, vocab_size)
+    return indices, np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty)
 
 
 def _bad_word_ends(params: SamplingParams, text: LogitContext, vocab_size: int) -> Iterable[int]:

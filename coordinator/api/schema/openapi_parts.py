@@ -88,7 +88,11 @@ def refused(body: type[BaseModel] = answers.Error) -> Schema:
             body=body,
         ),
         "413": error("The body is longer than 8 MiB.", body=body),
-        "408": error("The body has not come within a minute.", body=body),
+        "408": error(
+            "The body came too slowly: all of it has to come within a minute (a file within 15), and after ten seconds "
+            "1 KiB of it each second.",
+            body=body,
+        ),
     }
 
 

@@ -36,7 +36,7 @@ class TenantShares:
 
     @property
     def num(self) -> int:
-        """What is taken at present."""
+        """How much is taken at present."""
         return self._num
 
     @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket
 
 from coordinator.access.api_keys import Scope, entry, new_key
 from coordinator.api.http.application import create_app
@@ -122,7 +122,7 @@ async def test_a_websocket_is_refused_with_any_key(clusters: ClusterFactory, tmp
     async with with_keys(clusters, tmp_path) as application:
 
         @application.app.websocket("/chat")
-        async def chat(websocket: Any) -> None:
+        async def chat(websocket: WebSocket) -> None:
             await websocket.accept()
             await websocket.close()
 

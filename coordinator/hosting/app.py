@@ -98,7 +98,7 @@ def build_application(settings: CoordinatorSettings, num_replicas: int, drain_gr
         num_replicas=num_replicas,
         # Asking for CPUs would keep replicas from starting beside busy workers on a small machine.
         ray_actor_options={"num_cpus": 0},
-        # Never reached: Serve would let requests wait, and read all of their bodies meanwhile, of whatever length.
+        # Nothing that lasts reaches it: Serve would let requests wait, and read their bodies whole, however long.
         max_ongoing_requests=ongoing_max(settings.requests_max),
         max_queued_requests=settings.requests_max,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),

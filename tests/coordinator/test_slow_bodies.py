@@ -69,31 +69,40 @@ class TestTenantShares:
 class TestRequestLimit:
     def test_a_body_on_its_way_has_no_place_among_those_that_are_served(self) -> None:
         limit = RequestLimit(1)
-        with limit.entered(), limit.arriving("a"), limit.entered():
+        with limit.entered("a") as arriving, arriving(), limit.entered("b"):
             assert limit.num == 2
         assert limit.num == 0
 
     def test_whose_body_comes_when_all_places_are_taken_is_refused(self) -> None:
         limit = RequestLimit(1)
-        with ExitStack() as stack:
-            stack.enter_context(limit.entered())
+        with limit.entered("a") as arriving:
             other = ExitStack()
-            with pytest.raises(Overloaded), limit.arriving("a"):
-                other.enter_context(limit.entered())
+            with pytest.raises(Overloaded), arriving():
+                other.enter_context(limit.entered("b"))
             other.close()
-            with limit.arriving("a"):
-                pass
-            assert limit.num == 1
+            assert limit.num == 0, "its place is another's"
+        assert limit.num == 0
+
+    def test_no_tenant_has_all_places_however_it_keeps_them(self) -> None:
+        limit = RequestLimit(640)
+        with ExitStack() as stack:
+            for _ in range(640):
+                stack.enter_context(limit.entered("greedy"))
+            with pytest.raises(Overloaded, match="tenant greedy"):
+                stack.enter_context(limit.entered("greedy"))
+            for _ in range(100):
+                stack.enter_context(limit.entered("modest"))
 
     def test_bytes_on_their_way_are_bounded_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(request_limit, "BODY_BYTES_MAX", 100)
         limit = RequestLimit(9)
-        with limit.entered(), limit.arriving("a") as take:
+        with limit.entered("a") as arriving, arriving() as take:
             take(81)
-            with pytest.raises(Overloaded, match="bytes of bodies"), limit.entered(), limit.arriving("a") as other:
+            with limit.entered("a") as again, pytest.raises(Overloaded, match="bytes of bodies"), again() as other:
                 other(1)
-            with limit.entered(), limit.arriving("b") as another:
+            with limit.entered("b") as others, others() as another:
                 another(10)
+        assert limit.num == 0
 
 
 class TestPace:

@@ -105,7 +105,7 @@ def create_app(
 
 
 def request_limit(settings: CoordinatorSettings) -> RequestLimit:
-    """The bound of one replica: what it serves, and some more to refuse."""
+    """Makes the bound of one replica: what it serves, and some more to refuse."""
     return RequestLimit(settings.requests_max + REFUSALS_AT_ONCE)
 
 

@@ -19,7 +19,7 @@ from coordinator.access.api_keys import Caller, Scope
 from coordinator.api.http.client_connection import ClientConnection
 from coordinator.api.http.web_pages import WebPages
 from coordinator.intake.generation_request import REQUEST_ID_CHARS_MAX
-from coordinator.intake.request_limit import RequestLimit
+from coordinator.intake.request_limit import Arriving, RequestLimit
 from coordinator.intake.worker_threads import WorkerThreads
 from outrider.concurrency.background import until_ended
 from outrider.errors import BodyTooLong, BodyTooSlow, ClientLeft, InvalidRequest, OutriderError, Overloaded
@@ -180,7 +180,7 @@ def _path_of_route(routes: Sequence[BaseRoute], scope: AsgiScope) -> str | None:
 class LimitedRequests:
     """Middleware that refuses requests beyond a limit before it reads their bodies. Health is always answered.
 
-    It stands inside of `RequestContext`, and gives `read_body` the limit.
+    It stands inside of `RequestContext`, and tells `read_body` how to count bodies.
     """
 
     def __init__(
@@ -192,9 +192,9 @@ class LimitedRequests:
         app = self._app
         with ExitStack() as stack:
             if scope["type"] == "http" and not scope["state"]["is_open"]:
-                scope["state"]["limit"] = self._limit
+                state = scope["state"]
                 try:
-                    stack.enter_context(self._limit.entered())
+                    state["arriving"] = stack.enter_context(self._limit.entered(state["caller"].tenant))
                 except Overloaded as error:
                     app = self._refuse(error, HTTPConnection(scope))
             await app(scope, receive, send)
@@ -227,10 +227,9 @@ async def read_body(request: Request) -> bytes:
     # A longer number exceeds the limit anyway, and int() limits its digits.
     if length.isdecimal() and (len(length) > _LENGTH_DIGITS_MAX or int(length) > _BODY_BYTES_MAX):
         raise _too_long()
-    limit = request.state.limit
-    assert isinstance(limit, RequestLimit)
+    arriving: Arriving = request.state.arriving
     raw = bytearray()
-    with limit.arriving(caller_of(request).tenant) as take_bytes:
+    with arriving() as take_bytes:
         try:
             async for part in paced(request.stream(), _BODY_WAIT_MAX_S):
                 take_bytes(len(part))

@@ -35,6 +35,8 @@ PROGRAMS_AND_PEOPLE: list[dict[str, str]] = [
     {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},  # a link that a person follows
     {"Sec-Fetch-Site": "same-origin", "Origin": "https://chat.example"},  # through a proxy that changes Host
     {"Origin": "http://localhost:8000"},
+    {"Origin": "app://obsidian.md", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"},
+    {"Origin": "tauri://localhost"},
 ]
 
 

@@ -11,8 +11,8 @@ for any page that is open in it, in two ways:
   only this machine reaches answers only to names that nobody else can have: addresses, localhost, and names below
   .localhost and .internal, such as host.docker.internal.
 
-Programs send neither `Sec-Fetch-Site` nor `Origin`. No page can call gRPC: browsers speak no HTTP/2 in the clear, and
-over TLS its content type needs a permission that the gRPC port gives nobody.
+Programs send neither `Sec-Fetch-Site` nor the origin of a page. No page can call gRPC: browsers speak no HTTP/2 in the
+clear, and over TLS its content type needs a permission that the gRPC port gives nobody.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from outrider.errors import Forbidden
 
 _OWN_SITES: Final = ("same-origin", "none")  # none: a person has typed the address
 _OWN_NAMES: Final = (".localhost", ".internal")  # RFC 6761; reserved by ICANN for private use
+_PAGES: Final = ("http://", "https://", "null")
+"""Beginnings of the origins of pages. Others, such as app:// and tauri://, are of programs that the user installed."""
 
 
 class WebPages:
@@ -71,6 +73,8 @@ def _is_this_machine(host: str) -> bool:
 
 def _is_of_another_site(headers: Headers, origin: str | None) -> bool:
     site = headers.get("Sec-Fetch-Site")
+    if origin is not None and not origin.startswith(_PAGES):
+        return False
     if site is None:  # no browser, or an older one, or a connection that browsers do not trust
         return origin is not None and origin.partition("://")[2] != headers.get("Host")
     is_followed_link = origin is None and headers.get("Sec-Fetch-Mode") == "navigate"  # its page sees nothing of it

@@ -75,7 +75,9 @@ def locked(body: type[BaseModel] = answers.Error) -> Schema:
     """Describes the refusals of callers without the right key. `body` is the form of errors."""
     return {
         "401": error("No API key or token, or one that is not valid.", body=body),
-        "403": error("The key lacks the scope of this call; without keys, the call is a foreign web page's.", body=body),
+        "403": error(
+            "The key lacks the scope of this call; without keys, the call is a foreign web page's.", body=body
+        ),
     }
 
 

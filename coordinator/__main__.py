@@ -145,6 +145,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen]
         others = {
             "log_path": _log_path(given.hosting),
             "metrics_host": given.host,
+            "is_local": given.host in LOOPBACK_HOSTS and is_open and not given.is_insecure,
             "is_metrics_insecure": given.is_insecure or vars(given).get("is_metrics_insecure", False),
         } | {name: value for name, value in in_file.items() if name in _ONLY_IN_FILES}
         settings = from_flags(CoordinatorSettings, given, **(others | {"redis_url": url}))

@@ -30,14 +30,10 @@ from outrider.settings import (
     settings_of,
 )
 
-REFUSALS_AT_ONCE: Final = 128
-"""Requests beyond those served that a replica takes in to refuse them."""
 METRICS_PORTS: Final = 16
 """From `metrics_port` on: replicas of one machine, those that leave included."""
 CLIENT_STALL_MAX_S: Final = 30.0
 """How long output may wait for its reader, where nothing else is said."""
-
-
 DRAIN_GRACE_S: Final = 10.0
 
 
@@ -208,6 +204,11 @@ class CoordinatorSettings:
         SECURITY, "file", flag="--api-keys", variable="OUTRIDER_API_KEYS",
         shows="everybody who reaches it can send requests", parse=_absolute,
     )  # fmt: skip
+    is_local: bool = setting(
+        False, "without keys: answer only if Host is localhost, an address or a name below .localhost or .internal; "
+        "as flags, if --host is this machine's own and neither --api-keys, --oidc-issuer nor --insecure is given",
+        SECURITY, flag=None,
+    )  # fmt: skip
     oidc_issuer: str | None = setting(
         None, "accept tokens (JWT) of this OpenID Connect provider, beside API keys; with the audience below",
         SECURITY, "URL", variable="OUTRIDER_OIDC_ISSUER",
@@ -365,7 +366,8 @@ class Listen:
         SECURITY, flag="--require-client-certificates",
     )  # fmt: skip
     is_insecure: bool = setting(
-        False, "serve on another --host than this machine's own without --api-keys or --oidc-issuer",
+        False, "serve without --api-keys or --oidc-issuer on another --host than this machine's own, and under any "
+        "name (Host)",
         SECURITY, flag="--insecure", variable="OUTRIDER_INSECURE",
     )  # fmt: skip
     tls_dir: Path | None = None  # as replicas have it

@@ -17,7 +17,8 @@ from ray.serve.grpc_util import RayServegRPCContext
 from coordinator.api.grpc.grpc_ingress import Pace
 from coordinator.hosting.replica import Replica
 from coordinator.hosting.replica_shutdown import before_the_end
-from coordinator.settings import DRAIN_GRACE_S, REFUSALS_AT_ONCE, CoordinatorSettings, Listen
+from coordinator.intake.request_limit import ongoing_max
+from coordinator.settings import DRAIN_GRACE_S, CoordinatorSettings, Listen
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.objective import tenant_objective
 from outrider.registry.redis_connection import redis_url_from
@@ -81,7 +82,7 @@ class Coordinator:
     def _failing(self, grpc_context: RayServegRPCContext) -> Iterator[None]:
         """Gives the call the status of an error that ends it."""
         try:
-            with self._calls.counted():
+            with self._calls.counted(), self._replica.limit.entered():
                 yield
         except OutriderError as error:  # of others Serve makes INTERNAL
             grpc_context.set_code(grpc.StatusCode[error.grpc_code])
@@ -97,8 +98,8 @@ def build_application(settings: CoordinatorSettings, num_replicas: int, drain_gr
         num_replicas=num_replicas,
         # Asking for CPUs would keep replicas from starting beside busy workers on a small machine.
         ray_actor_options={"num_cpus": 0},
-        # What is more is refused by the replica itself, which knows who goes first and when to come back.
-        max_ongoing_requests=settings.requests_max + REFUSALS_AT_ONCE,
+        # Nothing that lasts reaches it: Serve would let requests wait, and read their bodies whole, however long.
+        max_ongoing_requests=ongoing_max(settings.requests_max),
         max_queued_requests=settings.requests_max,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         # A replica that leaves lets its requests finish, up to a bound that a stop of the whole can wait for.

@@ -14,7 +14,9 @@ passes new ones to HAProxy, which keeps its connections.
 
 Connections that do not send the head of a request, or are idle after an answer, are closed soon: Serve has no bound for
 either, and each would occupy one of a few thousand for an hour. So are connections that read nothing of an answer: the
-replica has given it up by then, and HAProxy would keep the rest of it.
+replica has given it up by then, and HAProxy would keep the rest of it. An address has at most PER_FREE connections for
+each that is still free, so that whoever comes from another one, a probe above all, finds some. A load balancer, from
+whose address all come, has four fifths of them.
 
 A request whose replica is lost before the first byte of its answer goes to another one, and its client sees only a
 delay: it has seen nothing of the answer, and workers end what the lost replica had begun. For that HAProxy keeps
@@ -87,6 +89,11 @@ _DEFAULT_LINES = f"""\
 _BUFFERS = f"    tune.rcvbuf.server 131072\n    tune.sndbuf.client 131072\n    tune.bufsize {REQUEST_BYTES_MAX}"
 # Limit on the time in which a client takes no bytes, not even into its system's buffers.
 _UNREAD = "tcp-ut 2m"
+PER_FREE = 4
+_CONNECTIONS_MAX = re.compile(r"^\s*maxconn\s+(\d+)", re.MULTILINE)
+_ADDRESSES = "outrider_addresses"
+# Connections by address, and those of all together as `::`, which is nobody's. Of IPv6 a client has a whole network.
+_ADDRESS_TABLE = f"backend {_ADDRESSES}\n    stick-table type ipv6 size 64k expire 2m store conn_cur\n"
 _ADMIN_SOCKET = re.compile(r"^\s*stats\s+socket\s+(\S+)", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1
 _HTTP2 = " proto h2"
@@ -151,15 +158,29 @@ _GRPC_RULES = "\n".join(
 )
 
 
+def _share_of_an_address(connections_max: int) -> str:
+    """Rules that refuse a connection if its address has more than PER_FREE times those that are free."""
+    return (
+        f"    tcp-request connection track-sc0 src,ipmask(32,64) table {_ADDRESSES}\n"
+        f"    tcp-request connection track-sc1 str(::) table {_ADDRESSES}\n"
+        f"    tcp-request connection set-var(sess.taken) sc1_conn_cur,mul({PER_FREE})\n"
+        f"    tcp-request connection reject if {{ sc0_conn_cur,add(sess.taken) gt {PER_FREE * connections_max} }}"
+    )
+
+
 def rewritten(
     configuration: str, host: str, public_ports: frozenset[int], tls_folder: str = "", verify: str = "none"
 ) -> str:
     """Rewrites Serve's configuration: listeners' addresses, limits, errors and retries. Raises ValueError for a
-    listener that is no host and port, and for a missing section."""
+    listener that is no host and port, and for a missing section or limit."""
     lines = re.findall(r"^\s*bind\s.*$", configuration, re.MULTILINE)
     if not lines or not all(_BIND.fullmatch(line) for line in lines):
         raise ValueError(f"cannot read HAProxy's listeners: {lines}")
 
+    found = _CONNECTIONS_MAX.search(configuration)
+    if found is None:
+        raise ValueError("HAProxy's configuration does not say how many connections there may be (maxconn)")
+    share = _share_of_an_address(int(found[1]))
     families = "v4v6 " if host == _ALL else ""
 
     def listener(found: re.Match[str]) -> str:
@@ -172,7 +193,7 @@ def rewritten(
             after = after.replace(_HTTP2, "") + (
                 f" ssl crt {tls_folder}/tls.crt ca-file {tls_folder}/ca.crt verify {verify} alpn {protocols}"
             )
-        return f"{before}{host}:{port}{after} {families}{_UNREAD}\n{_GRPC_RULES if is_grpc else _HTTP_RULES}"
+        return f"{before}{host}:{port}{after} {families}{_UNREAD}\n{share}\n{_GRPC_RULES if is_grpc else _HTTP_RULES}"
 
     pages = "\n".join(f"    http-error {_json_page(status)}" for status in _OWN_PAGES)
     configuration = _OWN.sub("", _SPLICE.sub("", configuration))
@@ -192,7 +213,7 @@ def rewritten(
     configuration, num_changed = _GLOBAL.subn(f"global\n{options}", configuration, count=1)
     if not num_changed:
         raise ValueError("HAProxy's configuration has no global section")
-    return configuration
+    return f"{configuration.rstrip()}\n{_ADDRESS_TABLE}"
 
 
 def all_addresses(host: str) -> str:

@@ -1,8 +1,10 @@
 """The HTTP server of a process without Ray: uvicorn, with the bounds that HAProxy has in front of Ray Serve.
 
-A connection may neither keep its request's head back nor be idle for long; heads and connections have a largest number
-of bytes, and there are only so many connections. `/-/healthz` answers as Ray Serve's does, so that probes and load
-balancers need not know which of the two they ask.
+A connection may neither keep its request's head back nor be idle for long, nor send the rest of a body whose answer it
+has for long; heads have a largest number of bytes. There are only so many connections: whoever comes then takes the
+place of the oldest that has not sent a request, or else of the one that has been idle for longest, so that a probe is
+answered however many others say nothing. Connections with a request are bounded by what the application takes in.
+`/-/healthz` answers as Ray Serve's does, so that probes and load balancers need not know which of the two they ask.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final, cast
 
 import uvicorn
@@ -29,6 +33,8 @@ HEAD_TIME_MAX_S: Final = 10.0
 IDLE_MAX_S: Final = 75
 """Longest time between two requests of a connection."""
 CONNECTIONS_MAX: Final = 4096
+"""Fewer where the system gives the process too few descriptors."""
+_DESCRIPTORS_ASIDE: Final = 512  # for workers, Redis, gRPC, files
 _BACKLOG: Final = 2048
 _LOOK_EVERY_S: Final = 0.02
 _CUT_MAX_S: Final = 2.0
@@ -44,7 +50,7 @@ class HttpServer:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         config = uvicorn.Config(
             _with_readiness(app, is_leaving),
-            http=Connection,
+            http=cast(Any, partial(Connection, idle=IdleConnections())),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -106,21 +112,62 @@ def _with_readiness(app: ASGIApp, is_leaving: Callable[[], bool]) -> ASGIApp:
     return answer
 
 
+class IdleConnections:
+    """The connections of a server that have no request under way, the oldest first."""
+
+    def __init__(self) -> None:
+        self._silent: dict[Connection, None] = {}  # have never sent one
+        self._used: dict[Connection, None] = {}
+
+    def add(self, connection: Connection, *, is_new: bool = False) -> None:
+        """Adds a connection that was made, or whose answer is complete."""
+        (self._silent if is_new else self._used)[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """Removes a connection that has a request, or is lost."""
+        self._silent.pop(connection, None)
+        self._used.pop(connection, None)
+
+    def take_oldest(self) -> Connection | None:
+        """Removes the connection that is missed least; None if all have requests."""
+        oldest = next(iter(self._silent or self._used), None)
+        if oldest is not None:
+            self.remove(oldest)
+        return oldest
+
+
+def connections_max() -> int:
+    """The most connections that this process may have: half of its descriptors are for them if those are few."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return CONNECTIONS_MAX
+    return min(CONNECTIONS_MAX, max(descriptors // 2, descriptors - _DESCRIPTORS_ASIDE))
+
+
 class Connection(HttpToolsProtocol):
     """A connection to a client, with limits on the heads of its requests."""
+
+    def __init__(self, *arguments: Any, idle: IdleConnections, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._idle = idle
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._is_in_head = True  # of a request, or before it
         self._num_head_bytes = 0
-        self._head_timer: TimerHandle | None = None
-        if len(self.connections) > CONNECTIONS_MAX:
+        self._timer: TimerHandle | None = None
+        oldest = self._idle.take_oldest() if len(self.connections) > connections_max() else self
+        if oldest is None:
             transport.abort()
-        else:
-            self._await_head()
+            return
+        if oldest is not self:
+            oldest.transport.abort()
+        self._idle.add(self, is_new=True)
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_timer()
+        self._idle.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -131,31 +178,41 @@ class Connection(HttpToolsProtocol):
             return
         if self._num_head_bytes > HEAD_BYTES_MAX:
             self._refuse(431, "the request's head is too large")
-        elif self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+        elif self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()  # an empty line ends uvicorn's own wait for the next request
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._forget_timer()
+        self._idle.remove(self)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_in_head, self._num_head_bytes = True, 0
+        self._forget_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() or not self.cycle.response_complete:
+            return  # it ends, or has the next request already
+        self._idle.add(self)
+        if not self._is_in_head:  # a request that was answered before all of its body had come
+            self._timer = self.loop.call_later(HEAD_TIME_MAX_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what the parser did not understand, in the words of the API."""
         self._refuse(400, _NOT_HTTP)
 
     def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(
+        self._timer = self.loop.call_later(
             HEAD_TIME_MAX_S, self._refuse, 408, "the request has not come in time", "request_timeout"
         )
 
     def _forget_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _refuse(self, status: int, message: str, code: str | None = None) -> None:
         self._forget_timer()

@@ -155,7 +155,7 @@ def haproxy_environment(
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc_port),
         # The replica's own limits apply first.
         "RAY_SERVE_HAPROXY_MAXCONN": str(_connections_max()),
-        "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": str(2 * ingress.requests_max + 100),
+        "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": str(ingress.requests_max + 100),
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(timeout_s),
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(timeout_s),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, num_cores // 4))),

@@ -29,7 +29,7 @@ from coordinator.api.grpc.grpc_server import make_server
 from coordinator.hosting.http_server import HttpServer
 from coordinator.hosting.replica import Replica
 from coordinator.intake.request_limit import RequestLimit
-from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings, Listen
+from coordinator.settings import CoordinatorSettings, Listen
 from outrider.addresses import join_address
 from outrider.errors import ConfigurationError, OutriderError
 
@@ -66,8 +66,8 @@ class PlainProcess:
         async with Replica(self._settings) as replica:
             if self._stop.is_set():  # meanwhile
                 return
-            listen, limit = self._listen, RequestLimit(self._settings.requests_max + REFUSALS_AT_ONCE)
-            http = HttpServer(replica.http_application(limit), listen.host, listen.port, self._stop.is_set)
+            listen, limit = self._listen, replica.limit
+            http = HttpServer(replica.http_application(), listen.host, listen.port, self._stop.is_set)
             rpc = make_server(
                 replica.grpc_calls,
                 limit,

@@ -21,7 +21,8 @@ from coordinator.hosting.haproxy_launcher import LOOPBACK
 from coordinator.hosting.ingress import Chosen, Ingress, ProxyUnusable, choose
 from coordinator.hosting.ray_environment import ray_environment
 from coordinator.hosting.ray_processes import RayProcesses, kill_descendants
-from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings, Listen, Proxy
+from coordinator.intake.request_limit import ongoing_max
+from coordinator.settings import CoordinatorSettings, Listen, Proxy
 
 _OBJECT_STORE_BYTES: Final = 100 << 20
 _LOOK_EVERY_S: Final = 0.5
@@ -86,7 +87,7 @@ def _choose_proxy(settings: CoordinatorSettings, listen: Listen, temp_dir: Path)
         host=listen.host,
         port=listen.port,
         grpc_port=listen.grpc_port,
-        requests_max=(settings.requests_max + REFUSALS_AT_ONCE) * listen.num_replicas,
+        requests_max=ongoing_max(settings.requests_max) * listen.num_replicas,
         generation_max_s=settings.deadline_max_s,
         tls_dir=listen.tls_dir,
         needs_client_certificates=listen.needs_client_certificates,

@@ -17,9 +17,8 @@ from typing import Final, Self
 from fastapi import FastAPI
 
 from coordinator.api.grpc.grpc_calls import GrpcCalls
-from coordinator.api.http.application import create_app
+from coordinator.api.http.application import create_app, request_limit
 from coordinator.api.http.batch_service import BatchService
-from coordinator.intake.request_limit import RequestLimit
 from coordinator.observability.metrics import serve_replica
 from coordinator.service.generation_service import GenerationService
 from coordinator.settings import CoordinatorSettings
@@ -47,6 +46,8 @@ class Replica:
         self.metrics_port = serve_replica(self._service.environment.metrics.registry, settings)
         """The port of its own `/metrics`; None without one."""
         self.grpc_calls = GrpcCalls(self._service)
+        self.limit = request_limit(settings)
+        """Bounds what both APIs take in together."""
         self._batches = BatchService(self._service)
         self._stack = AsyncExitStack()
 
@@ -60,9 +61,11 @@ class Replica:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    def http_application(self, limit: RequestLimit | None = None, *, is_echoing_request_id: bool = True) -> FastAPI:
+    def http_application(self, *, is_echoing_request_id: bool = True) -> FastAPI:
         """Builds the HTTP API; see `create_app`."""
-        return create_app(self._service, self._batches.desk, is_echoing_request_id=is_echoing_request_id, limit=limit)
+        return create_app(
+            self._service, self._batches.desk, is_echoing_request_id=is_echoing_request_id, limit=self.limit
+        )
 
     def end_requests(self) -> None:
         """Ends every open request with an error that its client sees, and begins none from now on."""

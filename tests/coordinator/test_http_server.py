@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
 import pytest
 from starlette.responses import PlainTextResponse
@@ -100,17 +100,72 @@ class TestConnections:
                 assert await reader.read() == b""
 
     async def test_there_are_only_so_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        site = Site()
+        site.may_answer.clear()
         with limit(monkeypatch, "CONNECTIONS_MAX", 1):
-            async with serving(Site()) as (_, port):
+            async with serving(site) as (_, port):
                 async with connected(port) as (reader, writer):
                     writer.write(GET)
-                    assert (await answer_from(reader))[0] == 200
+                    await eventually(lambda: site.num_asked == 1, "the request has come")
                     async with connected(port) as (other, _):
                         with suppress(ConnectionResetError):
                             assert await other.read() == b""
+                    site.may_answer.set()
+                    assert (await answer_from(reader))[0] == 200
                 async with asyncio.timeout(WITHIN_S):
                     while not await self.is_answered(port):  # there is room again, once the server knows
                         pass
+
+    async def test_those_that_say_nothing_keep_nobody_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with limit(monkeypatch, "CONNECTIONS_MAX", 3):
+            async with serving(Site()) as (server, port), AsyncExitStack() as stack:
+                silent = []
+                for num in range(3):
+                    silent.append(await stack.enter_async_context(connected(port)))
+                    await self.until_there_are(server, num + 1)
+                silent[1][1].write(b"GET / HT")
+                for _ in range(4):
+                    assert await self.is_answered(port)
+                    await self.until_there_are(server, 2)
+                with suppress(ConnectionResetError):
+                    assert await silent[0][0].read() == b"", "the oldest has made room"
+                for reader, writer in silent[1:]:
+                    writer.write(GET.removeprefix(b"GET / HT") if reader is silent[1][0] else GET)
+                    assert (await answer_from(reader))[0] == 200
+
+    async def test_one_that_has_sent_requests_outlasts_those_that_have_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with limit(monkeypatch, "CONNECTIONS_MAX", 2):
+            async with (
+                serving(Site()) as (server, port),
+                connected(port) as (reader, writer),
+                connected(port) as (other, other_writer),
+                AsyncExitStack() as stack,
+            ):
+                for mine, my in ((reader, writer), (other, other_writer)):
+                    my.write(GET)
+                    assert (await answer_from(mine))[0] == 200
+                with suppress(ConnectionResetError):
+                    silent, _ = await stack.enter_async_context(connected(port))
+                    assert await reader.read() == b"", "the one that was idle for longest"
+                await self.until_there_are(server, 2)
+                await stack.enter_async_context(connected(port))
+                with suppress(ConnectionResetError):
+                    assert await silent.read() == b""
+                other_writer.write(GET)
+                assert (await answer_from(other))[0] == 200
+
+    @pytest.mark.parametrize(("descriptors", "most"), [(256, 128), (1024, 512), (2048, 1536), (1 << 20, 4096)])
+    def test_a_system_with_few_descriptors_gets_fewer(
+        self, monkeypatch: pytest.MonkeyPatch, descriptors: int, most: int
+    ) -> None:
+        monkeypatch.setattr("coordinator.hosting.http_server.resource.getrlimit", lambda _: (descriptors, 1 << 20))
+        assert http_server.connections_max() == most
+
+    async def until_there_are(self, server: HttpServer, num: int) -> None:
+        state = server._server.server_state
+        await eventually(lambda: len(state.connections) == num, f"there are {num} connections")
 
     async def is_answered(self, port: int) -> bool:
         async with connected(port) as (reader, writer):
@@ -118,6 +173,27 @@ class TestConnections:
             with suppress(ConnectionResetError, asyncio.IncompleteReadError):
                 return (await answer_from(reader))[0] == 200
             return False
+
+
+class TestBodies:
+    @pytest.mark.parametrize("more", [b"", b"x"], ids=["silent", "trickling"])
+    async def test_a_body_whose_answer_is_there_is_not_waited_for_long(
+        self, monkeypatch: pytest.MonkeyPatch, more: bytes
+    ) -> None:
+        """Found: one byte of it ended uvicorn's own wait, and there was no other."""
+        with limit(monkeypatch, "HEAD_TIME_MAX_S", 0.3):
+            async with serving(Site()) as (_, port), connected(port) as (reader, writer):
+                writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
+                assert (await answer_from(reader))[0] == 200
+                writer.write(more)
+                assert await reader.read() == b""
+
+    async def test_one_that_comes_after_its_answer_does_no_harm(self) -> None:
+        async with serving(Site()) as (_, port), connected(port) as (reader, writer):
+            for _ in range(3):
+                writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
+                assert (await answer_from(reader))[0] == 200
+                writer.write(b"x" * 100)
 
 
 class TestHeads:

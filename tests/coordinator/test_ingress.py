@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import os
 import shlex
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +43,7 @@ PUBLIC = Ingress(host="10.0.0.5", port=8000, grpc_port=9000, requests_max=300, g
 CONFIGURATION = """\
 global
     stats socket /tmp/or/s mode 666
+    maxconn 100
 defaults
     mode http
 frontend prometheus
@@ -165,7 +168,7 @@ class TestLauncher:
         assert [line for line in lines if "bind" not in line and line not in added] == [
             line for line in CONFIGURATION.splitlines() if "bind" not in line
         ]
-        assert len(added) == 23
+        assert len(added) == 33
 
     def test_nobody_holds_a_connection_for_long_without_a_request(self) -> None:
         text = rewritten(CONFIGURATION, "*", frozenset({8000, 9000}))
@@ -196,9 +199,13 @@ class TestLauncher:
         monkeypatch.setattr(haproxy_launcher, "has_ipv6", lambda: False)
         assert all_addresses("*") == "*", "HAProxy would not start"
 
+    def test_an_unknown_number_of_connections_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="maxconn"):
+            rewritten(CONFIGURATION.replace("maxconn", "max"), "*", frozenset({8000}))
+
     def test_strangers_are_not_told_which_applications_there_are(self) -> None:
         lines = [line.strip() for line in rewritten(CONFIGURATION, "*", frozenset({8000, 9000})).splitlines()]
-        assert "/-/routes" in lines[lines.index("bind *:8000 tcp-ut 2m") + 1]
+        assert "/-/routes" in "".join(lines[lines.index("bind *:8000 tcp-ut 2m") + 1 :][:6])
         grpc_rules = lines[lines.index("bind *:9000 proto h2 tcp-ut 2m") :]
         assert any("ListApplications" in line and "grpc-status 12" in line for line in grpc_rules)
 
@@ -228,7 +235,9 @@ class TestLauncher:
 
     def test_nothing_is_spliced(self) -> None:
         options = ["option abortonclose", "option splice-request", "option splice-response"]
-        configuration = "global\ndefaults\n    " + "\n    ".join(options) + "\nfrontend x\n    bind :8000\n"
+        configuration = (
+            "global\n    maxconn 9\ndefaults\n    " + "\n    ".join(options) + "\nfrontend x\n    bind :8000\n"
+        )
         changed = rewritten(configuration, "*", frozenset({8000}))
         assert "\n    option abortonclose\nfrontend x\n" in changed
         assert "splice" not in changed
@@ -376,6 +385,29 @@ class TestErrorsOfTheProxy:
             answer = await client.request(method, url, headers={"content-type": content_type})
         assert answer.status_code == status
 
+    def test_an_address_leaves_connections_to_others(self, ports: dict[str, int]) -> None:
+        """HAProxy takes 20 connections here. A machine has all of 127.0.0.0/8."""
+        with ExitStack() as stack:
+
+            def is_kept(port: int, address: str) -> bool:
+                try:
+                    connection = socket.create_connection(("127.0.0.1", port), timeout=5, source_address=(address, 0))
+                    stack.enter_context(contextlib.closing(connection))
+                    connection.sendall(b"GET /-/routes HTTP/1.1\r\nHost: x\r\n\r\n")
+                    return connection.recv(12) == b"HTTP/1.1 404"
+                except ConnectionError:
+                    return False
+
+            taken = [is_kept(ports["http"], "127.0.0.2") for _ in range(20)]
+            assert taken == [True] * 16 + [False] * 4
+            assert is_kept(ports["http"], "127.0.0.3")
+            assert is_kept(ports["http"], "127.0.0.3")
+            assert not is_kept(ports["http"], "127.0.0.2")
+        until_s = time.monotonic() + 20
+        with ExitStack() as stack:
+            while not is_kept(ports["http"], "127.0.0.2"):  # HAProxy has noticed that they are gone
+                assert time.monotonic() < until_s
+
 
 class TestHandingOver:
     """Handover of new certificates to a running HAProxy."""
@@ -394,8 +426,8 @@ class TestHandingOver:
             pytest.skip(str(error))
         (port,) = free_ports(1)
         given = (
-            f"global\n    stats socket {folder}/s level admin\ndefaults\n    mode http\n    timeout connect 1s\n"
-            "    timeout client 9s\n    timeout server 9s\n"
+            f"global\n    stats socket {folder}/s level admin\n    maxconn 20\ndefaults\n    mode http\n"
+            "    timeout connect 1s\n    timeout client 9s\n    timeout server 9s\n"
             f"frontend x\n    bind :{port}\n    http-request return status 200\n"
         )
         (folder / "cfg").write_text(rewritten(given, "127.0.0.1", frozenset({port}), str(folder)))

@@ -197,7 +197,7 @@ class TestRefusalsAtStart:
 def raw_request(address: tuple[str, int], body: dict[str, Any]) -> Iterator[socket.socket]:
     """A connection that has asked for completions, and whose system takes little that is not read."""
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(address)

@@ -202,7 +202,7 @@ async def test_who_keeps_a_request_back_is_not_waited_for(world: World, tmp_path
     async with world.coordinator(tmp_path / "log", "--drain-notice-s", "0", "--drain-grace-s", "1") as plain:
         host, _, port = plain.ready["http"].rpartition("/")[2].rpartition(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         await plain.client.get("/livez")  # it has read the other one's head by then
         plain.terminate()
         assert await plain.ended() == 0
@@ -232,3 +232,13 @@ async def test_logs_metrics_and_keys_are_those_of_any_coordinator(
             assert 'outrider_request_success_total{engine="coordinator"' in found.text
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line for line in lines if line.get("request_id") == "mine"], lines
+
+
+async def test_without_keys_it_is_for_this_machine(world: World, target: FakeTarget, tmp_path: Path) -> None:
+    async with world.coordinator(tmp_path / "log") as plain:
+        for headers, status in (
+            ({}, 200),
+            ({"Host": "elsewhere.example"}, 403),
+            ({"Origin": "https://elsewhere.example"}, 403),
+        ):
+            assert (await plain.client.get("/v1/models", headers=headers)).status_code == status

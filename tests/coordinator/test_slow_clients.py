@@ -82,7 +82,7 @@ class RawClient:
     async def post(self, **body: Any) -> None:
         content = json.dumps(body).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Connection: close\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         loop = asyncio.get_running_loop()

@@ -165,7 +165,7 @@ async def test_a_slow_body_has_longer_than_a_slow_head(balancer: Balancer, fakes
         finally:
             writer.close()
 
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n"
     of_body, of_head = await asyncio.gather(
         first_line(head + b"\r\nhello", b"world"), first_line(head, b"\r\nhelloworld")
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.intake.request_limit import ongoing_max
 from k8s.images.locks import PYTHON_VERSION
 from tests.k8s.coordinator_rules import serve_configuration
 from tests.k8s.test_manifests import K8S, container_of, first, rendered, spec_of
@@ -64,6 +65,13 @@ def test_it_is_an_executable_of_every_node_and_knows_serves_ports(installation: 
         assert mode == 0o555
         assert text == (SCRIPT).read_text(encoding="utf-8")
         assert f" {serve['http_options']['port']},{serve['grpc_options']['port']} " in text
+
+
+@pytest.mark.parametrize("installation", ["llama-70b", "llama-405b"])
+def test_serve_passes_on_what_a_replica_takes_in(installation: str) -> None:
+    (application,) = serve_configuration(first(rendered(installation), "RayService", "coordinator"))["applications"]
+    (deployment,) = application["deployments"]
+    assert deployment["max_ongoing_requests"] == ongoing_max(application["args"]["requests_max"])
 
 
 def test_haproxy_takes_what_it_makes_of_serves_configuration(tmp_path: Path) -> None:

@@ -22,10 +22,12 @@ from coordinator.api.http.batch_calls import BatchCalls
 from coordinator.api.http.generation_calls import IGNORED_HEADER, GenerationCalls, internal_error
 from coordinator.api.http.http_api import HttpApi
 from coordinator.api.http.http_transport import REQUEST_ID_HEADER, Application, LimitedRequests, RequestContext
+from coordinator.api.http.web_pages import WebPages
 from coordinator.batches.batch_desk import BatchDesk
 from coordinator.intake.generation_request import REQUEST_ID_CHARS_MAX
-from coordinator.intake.request_limit import RequestLimit
+from coordinator.intake.request_limit import REFUSALS_AT_ONCE, RequestLimit
 from coordinator.service.generation_service import GenerationService
+from coordinator.settings import CoordinatorSettings
 from outrider.errors import InvalidRequest, InvalidToken, OutriderError, Overloaded, Unauthenticated, Unavailable
 
 SHOULD_RETRY_HEADER: Final = "X-Should-Retry"
@@ -39,11 +41,12 @@ def create_app(
     is_echoing_request_id: bool = True,
     limit: RequestLimit | None = None,
 ) -> FastAPI:
-    """Builds the application over an opened service, which it does not close; without a `desk` batches are off, and
-    without a `limit` the host of the application has one."""
+    """Builds the application over an opened service, which it does not close; without a `desk` batches are off. `limit`
+    is shared with what else takes in requests."""
+    settings = service.environment.settings
 
     def body_of(error: OutriderError, request: HTTPConnection, status: int | None = None) -> dict[str, Any]:
-        if has_anthropic_errors(request.url.path):
+        if has_anthropic_errors(request.scope["path"]):
             return anthropic_error(error, str(request.state.request_id)[:REQUEST_ID_CHARS_MAX], status)
         return error_body(error)
 
@@ -61,22 +64,24 @@ def create_app(
 
     # The routes read bodies themselves, so `coordinator.api.http.openapi` documents them.
     app = Application(
-        stall_max_s=service.environment.settings.client_stall_max_s,
+        stall_max_s=settings.client_stall_max_s,
         on_cut=service.environment.metrics.slow_readers.labels("connection").inc,
         title="Outrider",
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        redirect_slashes=False,  # to what `Host` says, and away from TLS
     )
-    if limit is not None:
-        app.add_middleware(LimitedRequests, limit=limit, refuse=answer)
+    app.add_middleware(LimitedRequests, limit=limit or request_limit(settings), refuse=answer)
     app.add_middleware(
         RequestContext,
         is_echoing=is_echoing_request_id,
+        routes=app.router.routes,
+        web_pages=None if service.knows_callers else WebPages(settings.cors_origins, is_local=settings.is_local),
         authenticate=service.authenticate,
         refuse=answer,
     )
-    _permit_origins(app, service.environment.settings.cors_origins)
+    _permit_origins(app, settings.cors_origins)
     _add_routes(app, HttpApi(service), GenerationCalls(service))
     _add_batch_routes(app, BatchCalls(service, desk))
 
@@ -86,7 +91,7 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def answer_http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         # Of a bounded length, whatever the path is.
         body = body_of(InvalidRequest(None, message), request, error.status_code)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
@@ -97,6 +102,11 @@ def create_app(
         return JSONResponse(body_of(told, request), status_code=500)
 
     return app
+
+
+def request_limit(settings: CoordinatorSettings) -> RequestLimit:
+    """Makes the bound of one replica: what it serves, and some more to refuse."""
+    return RequestLimit(settings.requests_max + REFUSALS_AT_ONCE)
 
 
 def _permit_origins(app: FastAPI, origins: Sequence[str]) -> None:

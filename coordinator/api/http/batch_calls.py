@@ -17,12 +17,16 @@ from coordinator.api.http.file_upload import Upload, read_upload
 from coordinator.api.http.http_transport import caller_of, read_body, unless_small
 from coordinator.api.schema.openai_schema import parse_body
 from coordinator.batches.batch_desk import PURPOSE, BatchDesk
-from coordinator.batches.files import LIFE_S, StoredFile, check_life
+from coordinator.batches.files import FILE_BYTES_MAX, LIFE_S, StoredFile, check_life
+from coordinator.intake.request_limit import TenantShares
 from coordinator.service.generation_service import GenerationService
-from outrider.errors import InvalidRequest, NotFound, Overloaded
+from outrider.errors import InvalidRequest, NotFound
 
-UPLOADS_MAX: Final = 4
-"""Files that one replica takes in at once; each may take up 200 MiB of its disk for a while."""
+UPLOADS_MAX: Final = 8
+"""Files that one replica takes in at once. One tenant has half of them, so that slow ones do not keep others out."""
+UPLOAD_BYTES_MAX: Final = 4 * FILE_BYTES_MAX
+"""Most bytes of its disk that they take up together, for a while."""
+_UPLOAD_AGAIN_S: Final = 5.0
 _FORM_FIELDS: Final = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 
@@ -33,19 +37,17 @@ class BatchCalls:
         """`desk` is None where batches are off."""
         self._service = service
         self._desk = desk
-        self._num_uploads = 0
+        self._uploads = TenantShares(UPLOADS_MAX, "files on their way", per_free=1, retry_after_s=_UPLOAD_AGAIN_S)
+        self._upload_bytes = TenantShares(
+            UPLOAD_BYTES_MAX, "bytes of files on their way", retry_after_s=_UPLOAD_AGAIN_S
+        )
 
     async def upload(self, request: Request) -> Response:
         caller, desk = await self._admit(request)
-        if self._num_uploads >= UPLOADS_MAX:
-            raise Overloaded("this replica takes in as many files as it may at once", 5.0)
-        self._num_uploads += 1
-        try:
-            async with read_upload(request) as upload:
+        with self._uploads.taken(caller.tenant, 1), self._upload_bytes.taken(caller.tenant) as take_bytes:
+            async with read_upload(request, take_bytes) as upload:
                 life_s = _check_form(upload)
                 file = await desk.files.upload(caller, upload.filename, PURPOSE, upload.pieces(), life_s)
-        finally:
-            self._num_uploads -= 1
         return JSONResponse(file_answer(file))
 
     async def files(self, request: Request) -> Response:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -13,9 +12,10 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
+from coordinator.api.http.http_transport import paced
 from coordinator.batches.file_store import PIECE_BYTES
 from coordinator.batches.files import FILE_BYTES_MAX
-from outrider.errors import BodyTooLong, BodyTooSlow, ClientLeft, InvalidRequest
+from outrider.errors import BodyTooLong, ClientLeft, InvalidRequest
 
 UPLOAD_WAIT_MAX_S: Final = 900.0
 _FIELDS_MAX: Final = 8
@@ -39,19 +39,21 @@ class Upload:
 
 
 @asynccontextmanager
-async def read_upload(request: Request) -> AsyncIterator[Upload]:
-    """Reads the form; its file is there inside the context. Raises InvalidRequest, BodyTooSlow, ClientLeft."""
+async def read_upload(request: Request, take_bytes: Callable[[int], None]) -> AsyncIterator[Upload]:
+    """Reads the form; its file is there inside the context. `take_bytes` gets the number of bytes before they are kept,
+    and may refuse them. Raises InvalidRequest, BodyTooSlow, ClientLeft."""
     media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if media_type != "multipart/form-data":
         raise InvalidRequest("file", "the body must be a form (multipart/form-data) with the parts file and purpose")
     parser = MultiPartParser(
-        request.headers, _bounded(request), max_files=1, max_fields=_FIELDS_MAX, max_part_size=_FIELD_BYTES_MAX
+        request.headers,
+        _bounded(request, take_bytes),
+        max_files=1,
+        max_fields=_FIELDS_MAX,
+        max_part_size=_FIELD_BYTES_MAX,
     )
     try:
-        async with asyncio.timeout(UPLOAD_WAIT_MAX_S):
-            form = await parser.parse()
-    except TimeoutError:
-        raise BodyTooSlow(f"the file did not arrive within {UPLOAD_WAIT_MAX_S:g} s") from None
+        form = await parser.parse()
     except ClientDisconnect:
         raise ClientLeft("the client went away while it sent the file") from None
     except (MultiPartException, ValueError, KeyError) as error:
@@ -72,7 +74,7 @@ async def read_upload(request: Request) -> AsyncIterator[Upload]:
         await form.close()
 
 
-async def _bounded(request: Request) -> AsyncGenerator[bytes]:
+async def _bounded(request: Request, take_bytes: Callable[[int], None]) -> AsyncGenerator[bytes]:
     """Passes the body on. Raises BodyTooLong if it is too long, by its header or as it comes."""
     most = FILE_BYTES_MAX + _FORM_BYTES_MAX
     length = request.headers.get("Content-Length", "")
@@ -80,8 +82,9 @@ async def _bounded(request: Request) -> AsyncGenerator[bytes]:
     if length.isdecimal() and (len(length) > 20 or int(length) > most):
         raise too_long
     num_bytes = 0
-    async for piece in request.stream():
+    async for piece in paced(request.stream(), UPLOAD_WAIT_MAX_S):
         num_bytes += len(piece)
         if num_bytes > most:
             raise too_long
+        take_bytes(len(piece))
         yield piece

@@ -75,7 +75,9 @@ def locked(body: type[BaseModel] = answers.Error) -> Schema:
     """Describes the refusals of callers without the right key. `body` is the form of errors."""
     return {
         "401": error("No API key or token, or one that is not valid.", body=body),
-        "403": error("The key lacks the scope of this call.", body=body),
+        "403": error(
+            "The key lacks the scope of this call; without keys, the call is a foreign web page's.", body=body
+        ),
     }
 
 
@@ -88,7 +90,11 @@ def refused(body: type[BaseModel] = answers.Error) -> Schema:
             body=body,
         ),
         "413": error("The body is longer than 8 MiB.", body=body),
-        "408": error("The body has not come within a minute.", body=body),
+        "408": error(
+            "The body came too slowly: all of it has to come within a minute (a file within 15), and after ten seconds "
+            "1 KiB of it each second.",
+            body=body,
+        ),
     }
 
 

@@ -14,9 +14,11 @@ import httpx
 import openai
 import pytest
 
+from coordinator.access.api_keys import Scope, entry, new_key
 from coordinator.api.batches.batch_answers import BatchObject, FileObject
-from coordinator.api.http import file_upload
+from coordinator.api.http import batch_calls, file_upload, http_transport
 from coordinator.api.http.application import create_app
+from coordinator.api.http.batch_calls import UPLOADS_MAX
 from coordinator.api.http.line_calls import ENDPOINTS, LineCalls
 from coordinator.batches import batch_results
 from coordinator.batches.batch_desk import BatchDesk
@@ -28,6 +30,7 @@ from outrider.registry.registry import Registry
 from outrider.sampling_params import BACKGROUND_PRIORITY
 from tests.coordinator.batches.desks import line
 from tests.coordinator.conftest import Cluster, ClusterFactory
+from tests.coordinator.fakes import eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -40,10 +43,16 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def serving(
-    clusters: ClusterFactory, registry: Registry, folder: Path, *, runs: bool = True, **options: Any
+    clusters: ClusterFactory,
+    registry: Registry,
+    folder: Path,
+    *,
+    runs: bool = True,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Cluster]:
     """A coordinator with batches."""
-    async with clusters.open([clusters.target(**options)]) as cluster:
+    async with clusters.open([clusters.target(**options)], settings=settings) as cluster:
         desk = BatchDesk(Files(registry, FolderStore(folder), 1 << 30), LineJournal(registry), tuple(ENDPOINTS))
         transport = httpx.ASGITransport(create_app(cluster.service, desk))
         async with httpx.AsyncClient(transport=transport, base_url="http://coordinator", timeout=30) as client:
@@ -286,6 +295,63 @@ class TestUploads:
             headers = {"Content-Type": "multipart/form-data; boundary=a"}
             answer = await cluster.client.post("/v1/files", headers=headers, content=pieces())
             assert answer.status_code in (400, 413)
+
+    async def test_that_do_not_come_leave_room_for_another_tenant(
+        self, clusters: ClusterFactory, registry: Registry, tmp_path: Path
+    ) -> None:
+        keys = {name: new_key() for name in ("greedy", "modest")}
+        path, folder = tmp_path / "keys.toml", tmp_path / "files"
+        path.write_text("".join(entry(key, name, frozenset({Scope.GENERATE}), None, "") for name, key in keys.items()))
+        folder.mkdir()
+
+        async def never() -> AsyncIterator[bytes]:
+            yield b"--a\r\n"
+            await asyncio.Event().wait()
+
+        def send(content: AsyncIterator[bytes]) -> asyncio.Task[httpx.Response]:
+            headers = {
+                "Authorization": f"Bearer {keys['greedy']}",
+                "Content-Type": "multipart/form-data; boundary=a",
+            }
+            return asyncio.create_task(cluster.client.post("/v1/files", headers=headers, content=content))
+
+        settings = {"api_keys_file": str(path)}
+        async with serving(clusters, registry, folder, runs=False, settings=settings) as cluster:
+            slow = [send(never()) for _ in range(2 * UPLOADS_MAX)]
+            try:
+                await eventually(lambda: sum(task.done() for task in slow) == len(slow) - UPLOADS_MAX // 2, "the rest")
+                refused = [task.result() for task in slow if task.done()]
+                assert {answer.status_code for answer in refused} == {429}
+                assert int(refused[0].headers["Retry-After"]) >= 1
+                cluster.client.headers["Authorization"] = f"Bearer {keys['modest']}"
+                assert (await upload(cluster, b"x")).status_code == 200
+            finally:
+                for task in slow:
+                    task.cancel()
+                await asyncio.gather(*slow, return_exceptions=True)
+
+    async def test_that_stop_are_given_up(
+        self, clusters: ClusterFactory, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_transport, "BODY_GRACE_S", 0.05)
+
+        async def stops() -> AsyncIterator[bytes]:
+            yield b'--a\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx'
+            await asyncio.Event().wait()
+
+        async with serving(clusters, registry, tmp_path, runs=False) as cluster:
+            headers = {"Content-Type": "multipart/form-data; boundary=a"}
+            answer = await cluster.client.post("/v1/files", headers=headers, content=stops())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
+
+    async def test_take_only_so_much_of_the_disk_together(
+        self, clusters: ClusterFactory, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(batch_calls, "UPLOAD_BYTES_MAX", 1000)
+        async with serving(clusters, registry, tmp_path, runs=False) as cluster:
+            assert (await upload(cluster, b"x" * 2000)).status_code == 429
+            for _ in range(3):
+                assert (await upload(cluster, b"x" * 500)).status_code == 200
 
     async def test_are_shown_as_documented(self, clusters: ClusterFactory, registry: Registry, tmp_path: Path) -> None:
         async with serving(clusters, registry, tmp_path, runs=False) as cluster:

@@ -132,7 +132,7 @@ def judge_http(
     if not answer.is_whole and not may_hang_up:
         return f"{status}: the answer ends in the middle"
     if 300 <= status < 400:
-        return None if status == 307 and "location" in answer.headers else f"{status}: nobody is sent elsewhere"
+        return f"{status}: nobody is sent elsewhere"
     if status >= 500 and status != 503 and str(status) not in allows:
         return f"{status}: {answer.body[:300]!r}"
     if may_hang_up and 400 <= status < 500 and answer.body.startswith(HAPROXY_PAGE):

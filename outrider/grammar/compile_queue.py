@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Generic, TypeVar
 
-from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from outrider.errors import InvalidRequest, OutriderError, Overloaded, detached
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class CompileQueue(Generic[_T]):
         try:
             outcome = job.build()
         except OutriderError as error:
-            outcome = error
+            outcome = detached(error)  # it is kept for later callers
         except (RuntimeError, MemoryError):
             outcome = _NO_ROOM
         except BaseException:  # llguidance's Rust panics are no Exceptions; free the slot in any case

@@ -6,16 +6,16 @@ import copy
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from outrider.errors import ConfigurationError, InvalidRequest
+from outrider.errors import ConfigurationError, InvalidRequest, detached
 from outrider.grammar.compile_queue import TIME_LIMIT_S, CompileQueue, start_with_a_deep_stack
-from outrider.grammar.position import GrammarViolation, Position, Vocabulary
+from outrider.grammar.effort import GrammarViolation, Owners
+from outrider.grammar.position import Position, Vocabulary
 from outrider.grammar.source import to_llguidance
 from outrider.grammar.state import GrammarState
 from outrider.grammar.tokenizer import load_tokenizer
@@ -51,6 +51,7 @@ class GrammarCompiler:
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self._lock = threading.Lock()
         self._loaded: Vocabulary | None = None
+        self._owners = Owners()
         self._states = CompileQueue[GrammarState](MAX_KEPT)
         self._verdicts = CompileQueue[Verdict](MAX_VERDICTS)
 
@@ -69,7 +70,7 @@ class GrammarCompiler:
         try:
             return await self._verdicts.get_async(digest(spec), owner, lambda: self._verdict(spec))
         except InvalidRequest as error:  # it takes too long
-            return error, TIME_LIMIT_S
+            return detached(error), TIME_LIMIT_S
 
     async def compile_async(self, spec: GrammarSpec, owner: str = "") -> GrammarState:
         """Returns the state before the first token, for the caller's exclusive use; raises as `check_async` does, and
@@ -80,7 +81,7 @@ class GrammarCompiler:
             if not start.has_failed:
                 break
             self._states.forget(key)  # other sequences have used up the lexer that all forks share
-        return start.fork()
+        return start.fork(self._owners.effort(owner))
 
     def _verdict(self, spec: GrammarSpec) -> Verdict:
         refusal, began_s = None, time.thread_time()
@@ -89,7 +90,7 @@ class GrammarCompiler:
             began_s = time.thread_time()  # reading the vocabulary is no part of a grammar's time
             self._build(spec)
         except InvalidRequest as error:
-            refusal = error
+            refusal = detached(error)  # the verdict is kept
         return refusal, time.thread_time() - began_s
 
     def _build(self, spec: GrammarSpec) -> GrammarState:
@@ -112,7 +113,7 @@ class GrammarCompiler:
             _take_a_first_step(position)
         except GrammarViolation as error:
             raise InvalidRequest("grammar", f"the grammar does not compile: {error}") from error
-        return GrammarState(position, lambda: _restarted(start))
+        return GrammarState(position, lambda: _restarted(start), self._owners.effort(""))
 
     def _vocabulary(self) -> Vocabulary:
         with self._lock:
@@ -141,13 +142,15 @@ def _take_a_first_step(position: Position) -> None:
 
 def _restarted(start: Callable[[], Position]) -> Position:
     """Returns a new position at the beginning, with a lexer of its own."""
-    future: Future[Position] = Future()
+    positions, errors = list[Position](), list[BaseException]()
 
     def run() -> None:
         try:
-            future.set_result(start())
+            positions.append(start())
         except BaseException as error:
-            future.set_exception(error)
+            errors.append(detached(error))
 
-    start_with_a_deep_stack(run)
-    return future.result()
+    start_with_a_deep_stack(run).join()
+    if errors:
+        raise errors.pop()  # by no name: its traceback leads to this frame
+    return positions[0]

@@ -239,7 +239,7 @@ class Session:
 
     def cost_refusal(self) -> InvalidRequest | None:
         """Why the session must end: its grammar delays the batch longer than one sequence may. None if it does not."""
-        return None if self.grammar is None else cost_refusal(self.grammar, self.num_output_tokens)
+        return None if self.grammar is None else cost_refusal(self.grammar)
 
     def has_certain_hints(self) -> bool:
         """Whether the next tokens are known without a draft worker, so that none is waited for."""

@@ -202,3 +202,19 @@ def start_with_a_deep_stack(function: Callable[[], object]) -> threading.Thread:
         finally:
             threading.stack_size(previous_bytes)
     return thread
+
+
+def on_a_deep_stack(function: Callable[[], _T]) -> tuple[_T, float]:
+    """Runs the function on such a thread, and waits; returns its result and its processor time in seconds."""
+    results, errors = list[tuple[_T, float]](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            results.append((function(), time.thread_time()))
+        except BaseException as error:
+            errors.append(detached(error))
+
+    start_with_a_deep_stack(run).join()
+    if errors:
+        raise errors.pop()  # by no name: its traceback leads to this frame
+    return results[0]

@@ -13,8 +13,8 @@ from typing import Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider.errors import ConfigurationError, InvalidRequest, detached
-from outrider.grammar.compile_queue import TIME_LIMIT_S, CompileQueue, start_with_a_deep_stack
-from outrider.grammar.effort import GrammarViolation, Owners
+from outrider.grammar.compile_queue import TIME_LIMIT_S, CompileQueue
+from outrider.grammar.effort import Effort, GrammarViolation, Owners
 from outrider.grammar.position import Position, Vocabulary
 from outrider.grammar.source import to_llguidance
 from outrider.grammar.state import GrammarState
@@ -113,7 +113,7 @@ class GrammarCompiler:
             _take_a_first_step(position)
         except GrammarViolation as error:
             raise InvalidRequest("grammar", f"the grammar does not compile: {error}") from error
-        return GrammarState(position, lambda: _restarted(start), self._owners.effort(""))
+        return GrammarState(position, start, Effort())
 
     def _vocabulary(self) -> Vocabulary:
         with self._lock:
@@ -138,19 +138,3 @@ def _take_a_first_step(position: Position) -> None:
     permitted = position.mask().nonzero()[0].tolist()
     if permitted:
         position.copy().consume(permitted[0])
-
-
-def _restarted(start: Callable[[], Position]) -> Position:
-    """Returns a new position at the beginning, with a lexer of its own."""
-    positions, errors = list[Position](), list[BaseException]()
-
-    def run() -> None:
-        try:
-            positions.append(start())
-        except BaseException as error:
-            errors.append(detached(error))
-
-    start_with_a_deep_stack(run).join()
-    if errors:
-        raise errors.pop()  # by no name: its traceback leads to this frame
-    return positions[0]

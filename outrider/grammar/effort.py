@@ -51,9 +51,10 @@ class Effort:
 
     __slots__ = ("_at_s", "_is_for_hints", "_owner", "debt_s", "refusal", "spent_s")
 
-    def __init__(self, owner: LoopShare) -> None:
-        """`owner` is the debt of all sequences of one owner, as far as it exceeds `COVERED_S` of each."""
-        self._owner = owner
+    def __init__(self, owner: LoopShare | None = None) -> None:
+        """`owner` is the debt of all sequences of one owner, as far as it exceeds `COVERED_S` of each. None: there is
+        no other."""
+        self._owner = LoopShare(OWNER_SHARE, FREE_S) if owner is None else owner
         self._at_s = 0.0  # this thread's processor time when it was last looked at
         self._is_for_hints = False
         self.debt_s = 0.0

@@ -9,7 +9,6 @@ token is certain, and a draft that proposes it is always accepted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from outrider.grammar.compile_queue import on_a_deep_stack
 from outrider.grammar.effort import Effort, GrammarTooCostly, GrammarViolation
 from outrider.grammar.position import Position
 
@@ -154,10 +154,9 @@ class GrammarState:
 
     def _restart(self) -> None:
         self._num_restarts += 1
-        began_s = time.perf_counter()  # it works on another thread, which this one's own clock does not count
-        position = self._start()
+        position, compile_s = on_a_deep_stack(self._start)
         self._effort.begin(len(self._committed_token_ids))
-        self._effort.add(time.perf_counter() - began_s)
+        self._effort.add(compile_s)
         position.effort = self._effort
         if position.consume_all(self._committed_token_ids) < len(self._committed_token_ids):
             raise GrammarViolation("the grammar no longer permits what is committed")

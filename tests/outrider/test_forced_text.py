@@ -1,5 +1,5 @@
-"""Text without a choice: tokenized once, token by token as the tokenizer splits it, and never more of it than fits into a
-step."""
+"""Text without a choice: tokenized once, token by token as the tokenizer splits it, and never more of it in a step than
+fits there."""
 
 from __future__ import annotations
 

@@ -96,9 +96,7 @@ def test_pauses_of_the_machine_end_no_honest_sequence(pause_s: float, state: Gra
     assert state.affords_hints
 
 
-def test_tokens_pay_for_their_grammar_and_a_saved_up_credit_does_not_exist(
-    state: GrammarState, clock: Clock
-) -> None:
+def test_tokens_pay_for_their_grammar_and_a_saved_up_credit_does_not_exist(state: GrammarState, clock: Clock) -> None:
     clock.look_s = TOKEN_MAX_S / 40
     for token_id in LETTERS[:100]:
         state.masks([[]])

@@ -110,7 +110,7 @@ class GrammarCompiler:
         position = start()
         try:
             position.check()
-            _take_a_first_step(position)
+            position.learn_to_go_back()
         except GrammarViolation as error:
             raise InvalidRequest("grammar", f"the grammar does not compile: {error}") from error
         return GrammarState(position, start, Effort())
@@ -131,10 +131,3 @@ def digest(spec: GrammarSpec) -> bytes:
     """A collision-resistant key of a grammar."""
     head = f"{spec.kind.value} {int(spec.any_whitespace)} "
     return blake2b((head + spec.text).encode(), digest_size=DIGEST_BYTES).digest()
-
-
-def _take_a_first_step(position: Position) -> None:
-    """Raises GrammarViolation when no first token would work: the parser checks its limits when a token is read."""
-    permitted = position.mask().nonzero()[0].tolist()
-    if permitted:
-        position.copy().consume(permitted[0])

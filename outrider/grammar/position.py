@@ -1,4 +1,4 @@
-"""A position in a grammar: one llguidance matcher that only moves forward.
+"""A position in a grammar: one llguidance matcher, which moves forward, and back to where it was.
 
 Invariant: no token id ever puts the matcher into its error state; only a limit of the parser, or a sequence that cannot
 continue, makes it fail, as GrammarViolation.
@@ -44,8 +44,18 @@ class _Answers:
         return _Answers(forced=self.forced, num_passed=self.num_passed + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a position was, to move back to."""
+
+    num_consumed: int
+    is_ended: bool
+    answers: _Answers
+    matcher: LLMatcher | None  # as it was there, of a grammar that cannot be taken back
+
+
 class Position:
-    """One llguidance matcher that only moves forward, and whether the sequence has ended.
+    """One llguidance matcher, and whether the sequence has ended.
 
     The end of sequence never reaches the matcher: it would have to be undone, and there may be several ids.
 
@@ -53,21 +63,49 @@ class Position:
     tokens, in time proportional to the square of its length.
     """
 
-    __slots__ = ("_answers", "_is_ended", "_matcher", "effort", "vocabulary")
+    __slots__ = ("_answers", "_is_ended", "_matcher", "_num_consumed", "can_go_back", "effort", "vocabulary")
 
     def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, effort: Effort | None = None) -> None:
         """`effort`: None where no batch waits, so that there is no limit."""
         self.vocabulary = vocabulary
         self.effort = effort
+        # Whether the matcher can take tokens back: else it is copied instead, in time proportional to the text.
+        self.can_go_back = False
         self._matcher = matcher
+        self._num_consumed = 0
         self._is_ended = False
         self._answers = _Answers()
 
     def copy(self) -> Position:
         position = Position(self.vocabulary, self._matcher.deep_copy(), self.effort)
+        position.can_go_back = self.can_go_back
+        position._num_consumed = self._num_consumed
         position._is_ended = self._is_ended
         position._answers = self._answers
         return position
+
+    def place(self) -> Place:
+        matcher = None if self.can_go_back else self._matcher.deep_copy()
+        return Place(self._num_consumed, self._is_ended, self._answers, matcher)
+
+    def go_back(self, place: Place) -> None:
+        """Moves back to an earlier place of this position. Raises GrammarViolation if the matcher has failed since."""
+        num_taken_back = self._num_consumed - place.num_consumed
+        if place.matcher is not None:
+            self._matcher = place.matcher.deep_copy() if num_taken_back else self._matcher
+        elif num_taken_back:
+            self._matcher.rollback(num_taken_back)
+        self._num_consumed, self._is_ended, self._answers = place.num_consumed, place.is_ended, place.answers
+        self._check_matcher()
+
+    def learn_to_go_back(self) -> None:
+        """Finds out whether the matcher can take tokens back. Raises GrammarViolation if no first token works: the
+        parser checks its limits when a token is read."""
+        permitted = set(self.mask().nonzero()[0].tolist()) - self.vocabulary.eos_token_ids
+        first = min(permitted, default=None)
+        if first is not None:
+            ahead = self.copy()
+            self.can_go_back = ahead.consume(first) and ahead._matcher.rollback(1)
 
     def consume(self, token_id: int) -> bool:
         """Consumes a token if it is permitted; returns whether it was."""
@@ -82,6 +120,7 @@ class Position:
         if forced and forced[0] != token_id:
             return False  # the matcher would accept any other tokenization of the forced text
         is_permitted = self._matcher.try_consume_tokens([int(token_id)]) == 1
+        self._num_consumed += is_permitted
         self.check()
         if is_permitted:
             self._answers = self._answers.after_one()
@@ -146,6 +185,11 @@ class Position:
     def check(self) -> None:
         """Must follow a call of the matcher. Raises GrammarViolation when it has failed, and GrammarTooCostly when the
         sequence has had its time."""
+        self._check_matcher()
+        if self.effort is not None:
+            self.effort.count()
+
+    def _check_matcher(self) -> None:
         if self._matcher.is_error():
             # The text after the first marker describes the parser, for its authors.
             reason = self._matcher.get_error().split("\n<", 1)[0]
@@ -153,8 +197,6 @@ class Position:
                 half = MAX_REASON_CHARS // 2
                 reason = f"{reason[:half]} … {reason[-half:]}"
             raise GrammarViolation(reason)
-        if self.effort is not None:
-            self.effort.count()
 
     def _bits(self) -> bytes:
         if self._answers.bits is None:

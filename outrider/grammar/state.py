@@ -9,9 +9,11 @@ token is certain, and a draft that proposes it is always accepted.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 import numpy as np
@@ -45,6 +47,7 @@ class GrammarState:
         self._effort = position.effort = effort
         self._committed_token_ids: list[int] = []
         self._is_suspect = False
+        self._stays = False  # where the current walk ends
         self._num_restarts = 0
         self._lexer = _SharedLexer()
 
@@ -73,10 +76,10 @@ class GrammarState:
         permitted."""
         with self._walking(num_paid=len(token_ids)) as walker:
             num_valid = walker.consume_all(token_ids)
+            self._stays = num_valid == len(token_ids)
         if num_valid < len(token_ids):
             place = len(self._committed_token_ids) + num_valid
             raise GrammarViolation(f"the grammar does not permit token {token_ids[num_valid]} at position {place}")
-        self._position = walker
         self._committed_token_ids += token_ids
 
     @property
@@ -99,18 +102,19 @@ class GrammarState:
         after a continuation that is itself not permitted, and after an end of sequence."""
         rows = np.zeros((len(continuations), self._position.vocabulary.vocab_size), dtype=np.bool_)
         with self._walking() as walker:
-            # Each continuation starts from the longest of its prefixes that was walked before.
-            reached: dict[tuple[int, ...], Position] = {(): walker}
+            path, places = list[int](), [walker.place()]  # place[i]: after path[:i]
             for row, continuation in zip(rows, continuations, strict=True):
-                path = tuple(continuation)
-                known_len = next(length for length in range(len(path), -1, -1) if path[:length] in reached)
-                position = reached[path[:known_len]]
-                if known_len < len(path):
-                    position = position.copy()
-                    if position.consume_all(path[known_len:]) < len(path) - known_len:
-                        continue
-                    reached[path] = position
-                row[:] = position.mask()
+                num_shared = sum(1 for _ in takewhile(bool, map(operator.eq, path, continuation)))
+                if num_shared < len(path):
+                    walker.go_back(places[num_shared])
+                    del path[num_shared:], places[num_shared + 1 :]
+                for token_id in continuation[num_shared:]:
+                    if not walker.consume(token_id):
+                        break
+                    path.append(token_id)
+                    places.append(walker.place())
+                if len(path) == len(continuation):
+                    row[:] = walker.mask()
         return rows
 
     def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
@@ -136,18 +140,26 @@ class GrammarState:
 
     @contextmanager
     def _walking(self, *, num_paid: int = 0, is_for_hints: bool = False) -> Iterator[Position]:
-        """A copy of the current position to walk on. num_paid: tokens that pay for the walk.
+        """The current position to walk on; it goes back afterwards unless it stays. num_paid: tokens that pay for it.
 
-        Copies share one lexer, and an error in it persists. So after one the next walk starts on a new lexer: a hint
-        that reached a limit must not end a sequence that would never have gone there.
+        All sequences of a grammar share one lexer, and an error in it persists. So after one the next walk starts on a
+        new lexer: a hint that reached a limit must not end a sequence that would never have gone there.
         """
         if self._is_suspect:
             self._restart()
         self._effort.begin(num_paid, is_for_hints=is_for_hints)
+        self._stays = False
+        here = self._position.place()
         try:
-            yield self._position.copy()
+            try:
+                yield self._position
+            except GrammarTooCostly:
+                self._position.go_back(here)
+                raise  # the lexer is as good as before
+            if not self._stays:
+                self._position.go_back(here)
         except GrammarTooCostly:
-            raise  # the lexer is as good as before
+            raise
         except GrammarViolation:
             self._is_suspect = self._lexer.has_failed = True
             raise
@@ -157,7 +169,7 @@ class GrammarState:
         position, compile_s = on_a_deep_stack(self._start)
         self._effort.begin(len(self._committed_token_ids))
         self._effort.add(compile_s)
-        position.effort = self._effort
+        position.effort, position.can_go_back = self._effort, self._position.can_go_back
         if position.consume_all(self._committed_token_ids) < len(self._committed_token_ids):
             raise GrammarViolation("the grammar no longer permits what is committed")
         self._position = position

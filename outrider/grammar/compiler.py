@@ -15,15 +15,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from outrider.errors import ConfigurationError, InvalidRequest, detached
 from outrider.grammar.compile_queue import TIME_LIMIT_S, CompileQueue
 from outrider.grammar.effort import Effort, GrammarViolation, Owners
+from outrider.grammar.lexemes import max_items
 from outrider.grammar.position import Position, Vocabulary
-from outrider.grammar.source import to_llguidance
+from outrider.grammar.source import longest_lexeme, to_llguidance
 from outrider.grammar.state import GrammarState
 from outrider.grammar.tokenizer import load_tokenizer
 from outrider.sampling_params import GrammarSpec
 
 MAX_LEXER_STATES: Final = 50_000  # of one grammar, 1 to 2 kB each
 MAX_GRAMMAR_SIZE: Final = 20_000  # symbols: keeps compiling below a second, where 1 kB of grammar could take many
-MAX_ITEMS: Final = 10_000  # of the parser for one mask: 90 ms for the most ambiguous grammar; 50,000 took 700
 MAX_KEPT: Final = 16  # compiled grammars, of up to tens of megabytes
 MAX_VERDICTS: Final = 1024  # of grammars that were only checked
 DIGEST_BYTES: Final = 32
@@ -97,12 +97,13 @@ class GrammarCompiler:
         """Builds a state; needs a thread with a deep stack."""
         vocabulary = self._vocabulary()
         grammar = to_llguidance(spec)
+        num_items = max_items(longest_lexeme(spec))
 
         def start() -> Position:
             limits = LLParserLimits(
                 max_lexer_states=MAX_LEXER_STATES,
                 max_grammar_size=MAX_GRAMMAR_SIZE,
-                step_max_items=MAX_ITEMS,
+                step_max_items=num_items,
                 verbose_errors=False,
             )
             return Position(vocabulary, LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits))

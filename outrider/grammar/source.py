@@ -18,6 +18,7 @@ from llguidance import LLMatcher
 from outrider.errors import InvalidRequest
 from outrider.grammar import calendar
 from outrider.grammar.effort import forced_text_refusal
+from outrider.grammar.lexemes import lark_len, schema_len
 from outrider.sampling_params import GrammarKind, GrammarSpec
 
 MAX_INTERSECTED_PATTERNS: Final = 16  # 40 ms and 40 MB; 22 would take 10 s and 1 GB
@@ -107,24 +108,49 @@ def _checked_lark(spec: GrammarSpec) -> str:
     if text.count("%json") > MAX_EMBEDDED_SCHEMAS:
         raise InvalidRequest("grammar", f"the grammar has more than {MAX_EMBEDDED_SCHEMAS} %json")
     parts, outside, end, num_properties = [], list[str](), 0, 0
+    for schema_begin, schema_end, schema in _embedded(text):
+        try:
+            num_properties += _check_schema(schema)
+            _check_num_properties(num_properties)  # of all of them together
+            calendar.replace_formats(schema)
+            told = json.dumps({**schema, "x-guidance": _whitespace(spec)})
+        except (ValueError, RecursionError):
+            continue  # llguidance will report the fault
+        outside.append(text[end:schema_begin])
+        parts += [outside[-1], told]
+        end = schema_end
+    _check_literals("".join([*outside, text[end:]]))
+    return "".join([*parts, text[end:]])
+
+
+def _embedded(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The JSON schemas in a text of Lark, with where they begin and end."""
+    end = 0
     for match in re.finditer(r"%json\s*", text):
         if match.start() < end:
             continue  # within the text of a schema
         try:
             schema, schema_end = json.JSONDecoder().raw_decode(text, match.end())
-            num_properties += _check_schema(schema)
-            _check_num_properties(num_properties)  # of all of them together
-            schema = {} if schema is True else schema  # which has no place for options
-            if isinstance(schema, dict):
-                calendar.replace_formats(schema)
-                told = json.dumps({**schema, "x-guidance": _whitespace(spec)})
-                outside.append(text[end : match.end()])
-                parts += [outside[-1], told]
-                end = schema_end
         except (ValueError, RecursionError):
             continue  # llguidance will report the fault, if this is a schema at all
-    _check_literals("".join([*outside, text[end:]]))
-    return "".join([*parts, text[end:]])
+        schema = {} if schema is True else schema  # which has no place for options
+        if isinstance(schema, dict):
+            yield match.end(), schema_end, schema
+            end = schema_end
+
+
+def longest_lexeme(spec: GrammarSpec) -> int:
+    """A bound of the bytes of text without a choice within one lexeme of a grammar that was checked."""
+    if spec.kind is GrammarKind.REGEX:
+        return 0  # all of it is one
+    if spec.kind is GrammarKind.JSON_SCHEMA:
+        return schema_len(json.loads(spec.text))
+    outside, lengths, end = list[str](), [0], 0
+    for schema_begin, schema_end, schema in _embedded(spec.text):
+        outside.append(spec.text[end:schema_begin])
+        lengths.append(schema_len(schema))
+        end = schema_end
+    return max(*lengths, lark_len("".join([*outside, spec.text[end:]])))
 
 
 def _check_literals(text: str) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarState, GrammarViolation
 from outrider.grammar import compiler as compiler_module
 from outrider.grammar.effort import MAX_FORCED_BYTES
+from outrider.grammar.lexemes import MAX_ITEMS, lark_len, max_items
 from outrider.grammar.position import Position
+from outrider.grammar.source import longest_lexeme, to_llguidance
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from tests import grammars
 from tests.outrider.test_grammar import COMPILER, EOS, GRAMMARS, TOKENIZER_JSON, VOCAB_SIZE, encode
@@ -62,11 +64,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[GrammarCompiler, Counter[s
     return GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS])), counts
 
 
+def commit(state: GrammarState, token_id: int) -> None:
+    state.advance([token_id])
+
+
 QUERIES: dict[str, Callable[[GrammarState, list[int]], object]] = {
     "forced tokens": lambda state, text: state.forced_after([], len(text)),
     "hints": lambda state, text: state.num_valid(text),
     "masks": lambda state, text: state.masks([text[:length] for length in range(0, len(text), 50)]),
-    "commits": lambda state, text: [state.advance([token_id]) for token_id in text],
+    "commits": lambda state, text: [commit(state, token_id) for token_id in text],
     "commits at once": lambda state, text: state.advance(text),
 }
 
@@ -183,6 +189,7 @@ REFUSED = {
     "schema in lark": GrammarSpec(GrammarKind.LARK, f"start: %json {json.dumps({'enum': ['a', LONG]})}"),
     "repeated": GrammarSpec(GrammarKind.REGEX, f"(ab){{{len(LONG)}}}"),
     "many parts": GrammarSpec(GrammarKind.REGEX, "(?:ab)" * len(LONG)),
+    "rules by the thousand": GrammarSpec(GrammarKind.LARK, 'start: A{4000}\nA: "abcd"'),
     "many rules": GrammarSpec(GrammarKind.LARK, f'start: {"A " * 60}\nA: "{LONG[:200]}"'),
 }  # fmt: skip
 
@@ -231,3 +238,38 @@ def test_copies_of_a_position_go_their_own_ways_through_forced_text() -> None:
     assert list(ahead.forced_token_ids(1000)) == text[40:]
     assert not behind.consume(text[1])
     assert behind.consume(text[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        ('start: A{4000}\nA: B{20000}\nB: "abc"', 60_000),
+        ("start: T9 T9\n" + "".join(f"T{i}: T{i - 1} T{i - 1}\n" for i in range(1, 10)) + 'T0: "abcdefgh"', 4096),
+        ('start: A~9\nA.2[stop="]:"]: ("ab" | "c"){100} /x{50}(y{4}|z)/ <|eos|> // B: "text"{1000}', 250),
+        ('start: a{1000}\na: B\nB: /[x]{100}/', 100),
+        ("start: A\n%ignore B", 2**40),  # nobody knows what they are
+    ],
+)  # fmt: skip
+def test_the_longest_lexeme_is_found_however_it_is_put_together(text: str, length: int) -> None:
+    assert length <= lark_len(text) <= 2 * length
+
+
+def test_a_grammar_of_long_lexemes_forces_no_more_in_one_call_than_one_of_short_ones() -> None:
+    """`A{4000}` of a lexeme of 8,000 bytes was 32 MB: 12 s and 3 GiB in one call."""
+    for length in (10, 1000, 8000, 60_000):
+        lark = f'start: A{{4000}}\nA: B{{{length // 10}}}\nB: "abcdefghij"'
+        spec = GrammarSpec(GrammarKind.LARK, lark)
+        limits = LLParserLimits(step_max_items=max_items(longest_lexeme(spec)), verbose_errors=False)
+        matcher = LLMatcher(COMPILER._vocabulary().tokenizer, to_llguidance(spec), log_level=0, limits=limits)
+        assert len(matcher.compute_ff_bytes()) <= 8 * 2**20
+        with pytest.raises(InvalidRequest, match="does not compile"):
+            grammars.check(COMPILER, spec)
+
+
+def test_ordinary_schemas_have_all_items() -> None:
+    for schema in SCHEMAS.values():
+        for spec in (
+            GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)),
+            GrammarSpec(GrammarKind.LARK, f"start: %json {json.dumps({**schema, 'description': LONG})}"),
+        ):
+            assert max_items(longest_lexeme(spec)) == MAX_ITEMS

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.grammar import GrammarCompiler, GrammarState, GrammarViolation, effort
+from outrider.grammar import GrammarCompiler, GrammarState, GrammarViolation
 from outrider.grammar.effort import CALL_MAX_S, COVERED_S, FREE_S, OWNER_SHARE, TOKEN_MAX_S
 from outrider.grammar.state import MAX_RESTARTS
 from outrider.sampling_params import GrammarKind, GrammarSpec
@@ -26,8 +26,8 @@ class Clock:
         self.num_looks = 0
         self.now_s = 1000.0
         self._spent_s = 0.0
-        monkeypatch.setattr(effort.time, "thread_time", self._thread_time)
-        monkeypatch.setattr(effort.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr("outrider.grammar.effort.time.thread_time", self._thread_time)
+        monkeypatch.setattr("outrider.grammar.effort.time.monotonic", lambda: self.now_s)
 
     def _thread_time(self) -> float:
         self.num_looks += 1
@@ -155,7 +155,7 @@ def test_one_call_counts_for_no_more_than_a_call_can_take(state: GrammarState, c
 def test_hints_that_reach_a_limit_of_the_parser_again_and_again_are_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider.grammar.compiler.MAX_ITEMS", 1000)
+    monkeypatch.setattr("outrider.grammar.lexemes.MAX_ITEMS", 1000)
     compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
     spec = GrammarSpec(GrammarKind.LARK, 'start: "z" rest\nrest: /[a-y]/ | "z" e\ne: e e | /[a-z]/')
     state = grammars.compiled(compiler, spec)

@@ -196,7 +196,7 @@ def test_one_grammar_is_compiled_once_for_all_its_sequences(monkeypatch: pytest.
 
 
 def test_a_lexer_that_reached_its_limit_is_not_handed_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_ITEMS", 1000)
+    monkeypatch.setattr("outrider.grammar.lexemes.MAX_ITEMS", 1000)
     compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
     spec = GrammarSpec(GrammarKind.LARK, "start: e\ne: e e | /[a-z]/")
     state = grammars.compiled(compiler, spec)

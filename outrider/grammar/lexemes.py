@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 MAX_ITEMS: Final = 10_000  # of the parser for one mask: 90 ms for the most ambiguous grammar; 50,000 took 700
-MIN_ITEMS: Final = 100
+MIN_ITEMS: Final = 20
 ITEM_BYTES: Final = 10 * 2**20  # of forced text, times 2.5 items for each lexeme: 4 MiB, 0.1 s and 100 MB
 UNKNOWN_LEN: Final = 2**40
+MAX_LEXEME_BYTES: Final = 50_000  # the lexer has a state for each: 50 ms and 50 MB
 
 # Atoms of a regular expression: escapes, classes, groups, repetitions. Whatever it does not know counts as a byte.
 _REGEX_ATOM: Final = re.compile(

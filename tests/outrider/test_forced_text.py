@@ -64,15 +64,16 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[GrammarCompiler, Counter[s
     return GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS])), counts
 
 
-def commit(state: GrammarState, token_id: int) -> None:
-    state.advance([token_id])
+def commit_each(state: GrammarState, token_ids: list[int]) -> None:
+    for token_id in token_ids:
+        state.advance([token_id])
 
 
 QUERIES: dict[str, Callable[[GrammarState, list[int]], object]] = {
     "forced tokens": lambda state, text: state.forced_after([], len(text)),
     "hints": lambda state, text: state.num_valid(text),
     "masks": lambda state, text: state.masks([text[:length] for length in range(0, len(text), 50)]),
-    "commits": lambda state, text: [commit(state, token_id) for token_id in text],
+    "commits": lambda state, text: commit_each(state, text),
     "commits at once": lambda state, text: state.advance(text),
 }
 
@@ -199,6 +200,17 @@ def test_long_text_without_a_choice_is_refused_with_the_limit(name: str) -> None
     with pytest.raises(InvalidRequest, match=f"in a row without a choice; permitted: {MAX_FORCED_BYTES}") as refusal:
         grammars.check(COMPILER, REFUSED[name])
     assert refusal.value.parameter == "grammar"
+
+
+def test_a_regular_expression_of_more_bytes_than_the_lexer_has_states_is_refused() -> None:
+    for pattern in ("(abc){100000}", "(?:a{1000}){1000}", "[a-z]{60000}", "x?(ab{300}){300}"):
+        for spec in (
+            GrammarSpec(GrammarKind.REGEX, pattern),
+            GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": pattern})),
+            GrammarSpec(GrammarKind.LARK, f"start: /{pattern}/"),
+        ):
+            with pytest.raises(InvalidRequest, match="and more; permitted: 50000"):
+                grammars.check(COMPILER, spec)
 
 
 def test_long_text_behind_a_choice_ends_its_sequence_before_it_is_tokenized(

@@ -170,11 +170,11 @@ def _check_pattern(pattern: str) -> None:
             "grammar", f"a regular expression matches {num_bytes} bytes and more; permitted: {MAX_LEXEME_BYTES}"
         )
     for text in _REGEX_TEXT.findall(pattern):
-        _check_forced(text)
+        _check_forced(text.replace("\\", ""))  # which escape
 
 
 def _check_forced(text: str) -> None:
-    if refusal := forced_text_refusal(len(text.encode())):
+    if refusal := forced_text_refusal(len(text.encode(errors="replace"))):
         raise InvalidRequest("grammar", refusal)
 
 

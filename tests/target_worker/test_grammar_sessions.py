@@ -538,3 +538,26 @@ def test_a_sequence_whose_grammar_takes_too_much_of_the_batchs_time_is_ended_wit
     assert "25 ms a token" in aborted.error.message
     assert isinstance(said["other"][-1], SessionEnded)
     assert core.scheduler.kv_usage == 0.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_text_that_is_too_long_for_a_step_ends_its_session_with_the_reason_and_no_other(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a choice it is found when it is reached: an error to its sender, not a worker that seems dead."""
+    monkeypatch.setitem(SPECS, "long", GrammarSpec(GrammarKind.REGEX, "[xy](ab){6000}"))
+    core = target_core()
+    core.handle(replace(start("long", mode), grammar=compiled("long")), 0.0)
+    core.handle(replace(start("other", mode), grammar=compiled("person")), 0.0)
+    said: dict[str, list[Action]] = {"long": [], "other": []}
+    until: float | None = 0.0
+    while until is not None:
+        actions, until = core.run_next(0.0)
+        for action in actions:
+            said[action.session_id].append(action)
+    beginning.cache_clear()
+    aborted = said["long"][-1]
+    assert isinstance(aborted, SessionAborted)
+    assert isinstance(aborted.error, InvalidRequest)
+    assert (aborted.error.parameter, "permitted: 8192" in aborted.error.message) == ("grammar", True)
+    assert isinstance(said["other"][-1], SessionEnded)

@@ -25,7 +25,7 @@ CALL_MAX_S: Final = 0.25
 still: when a virtual machine is paused, the pause counts as time of the thread that ran."""
 MAX_OWNERS: Final = 1024  # remembered
 MAX_FORCED_BYTES: Final = 8192
-"""Of text in a row without a choice, which is tokenized in one call that keeps the interpreter's lock."""
+"""The most text in a row without a choice: it is tokenized in one call, which keeps the interpreter's lock."""
 
 
 class GrammarViolation(Exception):
@@ -47,7 +47,7 @@ def forced_text_refusal(num_bytes: int) -> str | None:
 
 
 class Effort:
-    """What the grammar of one sequence costs the batch. Its debt is the time that its tokens have not paid for yet."""
+    """Counts the time that the grammar of one sequence takes. Its debt is the time that its tokens have not paid for yet."""
 
     __slots__ = ("_at_s", "_is_for_hints", "_owner", "debt_s", "refusal", "spent_s")
 

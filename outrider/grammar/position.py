@@ -31,7 +31,7 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class _Answers:
-    """What is known of one position. Copies of it share them until they move."""
+    """The matcher's answers at one position. Copies of it share them until they move."""
 
     bits: bytes | None = None  # the matcher's mask
     forced: Sequence[int] | None = None  # forced text's tokens, from where it began
@@ -46,7 +46,7 @@ class _Answers:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a position was, to move back to."""
+    """A place to which a position can move back."""
 
     num_consumed: int
     is_ended: bool

@@ -1,7 +1,7 @@
 """The state of one sequence in its grammar, over llguidance. Never imports torch.
 
-Invariant: the permitted tokens are a function of the grammar and the committed tokens. Queries about hints walk on
-copies, so no hint, however wrong or hostile, changes the answer of a later query.
+Invariant: the permitted tokens are a function of the grammar and the committed tokens. Queries about hints go
+back to where they began, so no hint, however wrong or hostile, changes the answer of a later query.
 
 Where the grammar forces text, exactly one token may follow: the one the tokenizer itself would produce. So a forced
 token is certain, and a draft that proposes it is always accepted.

@@ -359,8 +359,7 @@ class Scheduler:
                     is_resting=session.wants_hints and session.intake.is_paused,
                 )
             )
-        is_cut = outcome.reason in (None, target_pb2.FINISH_REASON_NO_TOKEN)  # a grammar out of time has no token
-        refusal = session.cost_refusal() if is_cut else None
+        refusal = session.cost_refusal(outcome.reason)
         actions += session.publish(
             is_finished=outcome.reason is not None or refusal is not None,
             num_verified=outcome.num_verified,

@@ -1,4 +1,4 @@
-"""What a grammar may take of the batch: the limits act within a query, whatever the query is."""
+"""The limits of what a grammar may take of the batch act within a query, whatever the query is."""
 
 from __future__ import annotations
 

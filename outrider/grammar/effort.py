@@ -47,7 +47,7 @@ def forced_text_refusal(num_bytes: int) -> str | None:
 
 
 class Effort:
-    """Counts the time that the grammar of one sequence takes. Its debt is the time that its tokens have not paid for yet."""
+    """Counts the time that the grammar of one sequence takes. Its debt is what its tokens have not paid for yet."""
 
     __slots__ = ("_at_s", "_is_for_hints", "_owner", "debt_s", "refusal", "spent_s")
 

@@ -50,8 +50,8 @@ def up_to_completion(grammar: GrammarState, token_ids: list[int], end_token_ids:
 
 
 def cost_refusal(grammar: GrammarState, reason: target_pb2.FinishReason | None) -> InvalidRequest | None:
-    """The error to end a session with whose grammar delays the batch longer than one sequence may. `reason`: why it ends
-    anyway; where that is for want of a token, its grammar was out of time."""
+    """The error to end a session with whose grammar delays the batch longer than one sequence may. `reason`: why it
+    ends anyway; where that is for want of a token, its grammar was out of time."""
     if grammar.refusal is None or reason not in (None, target_pb2.FINISH_REASON_NO_TOKEN):
         return None
     return InvalidRequest("grammar", grammar.refusal)

@@ -26,7 +26,7 @@ from draft_worker.messages import (
     Unsubscribe,
 )
 from outrider.concurrency.turnover import Turnover, retry_after_s
-from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from outrider.errors import InvalidRequest, OutriderError, Overloaded, detached
 
 
 class AttachedSession(Protocol):
@@ -101,7 +101,7 @@ class Attachments(ABC, Generic[SessionT]):
         try:
             self._check(event)
         except OutriderError as error:
-            return [AttachmentRefused(event.session_id, event.attachment, error)]
+            return [AttachmentRefused(event.session_id, event.attachment, detached(error))]
         actions = self._make_room(now)
         session = self._sessions[event.session_id] = self._admit(event, now)
         return [*actions, AttachmentAccepted(event.session_id), self._subscribe(session), *self._begin(session)]

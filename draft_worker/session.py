@@ -105,7 +105,7 @@ class DraftSession:
                 self.grammar.advance(output_token_ids)
             except GrammarViolation:
                 self.grammar = None
-        if self.grammar is not None and self.grammar.is_too_slow:  # hints would be late, and other sessions would wait
+        if self.grammar is not None and self.grammar.refusal:  # hints would be late, and other sessions would wait
             self.grammar = None
 
     @property

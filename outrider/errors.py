@@ -37,9 +37,18 @@ the servers translate without a table of their own. The module imports nothing o
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 MESSAGE_BYTES_MAX: Final = 1000  # a gRPC header takes up to four times as many, and is limited to 8192
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+
+def detached(error: ErrorT) -> ErrorT:
+    """The error without its traceback and the errors behind it, for one that is kept: the frames of a traceback keep
+    everything alive that they refer to, such as a compiler or a whole request."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 class OutriderError(Exception):

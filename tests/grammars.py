@@ -17,6 +17,10 @@ def compiled(compiler: GrammarCompiler, spec: GrammarSpec) -> GrammarState:
     return _finished(compiler.compile_async(spec))
 
 
+def asked_by(owner: str, compiler: GrammarCompiler, spec: GrammarSpec) -> GrammarState:
+    return _finished(compiler.compile_async(spec, owner))
+
+
 def check(compiler: GrammarCompiler, spec: GrammarSpec) -> None:
     _finished(compiler.check_async(spec))
 

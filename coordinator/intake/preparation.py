@@ -29,7 +29,7 @@ from coordinator.intake.held_tools import Verdict, held_tools
 from coordinator.intake.worker_threads import WorkerThreads
 from coordinator.models.served_model import ServedModel
 from coordinator.settings import CoordinatorSettings
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, detached
 from outrider.registry.worker_record import WorkerRecord
 from outrider.sampling_params import DecodingMode, GrammarSpec, SamplingParams, SpeculationSettings
 from outrider.text.message_forms import text_of
@@ -139,7 +139,7 @@ class RequestPreparation:
                 with _grammar_errors_name("tools"):
                     grammar = plan.with_tools(use).grammar(served.tokenizer.added_token_ids)
             except InvalidRequest as error:
-                return Verdict(error, 0.0)
+                return Verdict(detached(error), 0.0)
             if grammar is None:
                 return Verdict(None, 0.0)
             refusal, compile_s = await compiler.judge_async(grammar, tenant)

@@ -356,7 +356,5 @@ def serve_replica(registry: CollectorRegistry, settings: CoordinatorSettings) ->
         try:
             return serve_metrics(registry, settings.metrics_host, port, files)
         except ConfigurationError as error:  # probably another replica's
-            failure = error
-    raise ConfigurationError(
-        f"none of the {METRICS_PORTS} ports from --metrics-port {first} on can be used: {failure.message}"
-    )
+            failure = error.message
+    raise ConfigurationError(f"none of the {METRICS_PORTS} ports from --metrics-port {first} on can be used: {failure}")

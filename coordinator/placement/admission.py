@@ -9,6 +9,7 @@ Invariant: a `Slot` is reserved until it is left; one that nobody takes is left 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ class Admission:
         for request in shed:
             answer = model_queue.answers[request.ticket]
             if not answer.done():
-                answer.set_exception(refusal)
+                answer.set_exception(copy.copy(refusal))  # each waiter gets its own traceback
         return bool(shed)
 
     def retry_after_s(self, model: str) -> float:

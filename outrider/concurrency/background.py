@@ -7,6 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from outrider.errors import detached
+
 _log = logging.getLogger(__name__)
 
 AGAIN_S: Final = 0.2
@@ -44,7 +46,7 @@ async def until_ended(*tasks: asyncio.Task[Any]) -> None:
         try:
             await asyncio.wait(tasks)
         except asyncio.CancelledError as error:
-            interruption = error
+            interruption = detached(error)
     if interruption is not None:
         raise interruption
 

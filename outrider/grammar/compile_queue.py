@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Generic, TypeVar
 
-from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from outrider.errors import InvalidRequest, OutriderError, Overloaded, detached
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class CompileQueue(Generic[_T]):
         try:
             outcome = job.build()
         except OutriderError as error:
-            outcome = error
+            outcome = detached(error)  # it is kept for later callers
         except (RuntimeError, MemoryError):
             outcome = _NO_ROOM
         except BaseException:  # llguidance's Rust panics are no Exceptions; free the slot in any case
@@ -202,3 +202,19 @@ def start_with_a_deep_stack(function: Callable[[], object]) -> threading.Thread:
         finally:
             threading.stack_size(previous_bytes)
     return thread
+
+
+def on_a_deep_stack(function: Callable[[], _T]) -> tuple[_T, float]:
+    """Runs the function on such a thread, and waits; returns its result and its processor time in seconds."""
+    results, errors = list[tuple[_T, float]](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            results.append((function(), time.thread_time()))
+        except BaseException as error:
+            errors.append(detached(error))
+
+    start_with_a_deep_stack(run).join()
+    if errors:
+        raise errors.pop()  # by no name: its traceback leads to this frame
+    return results[0]

@@ -6,24 +6,24 @@ import copy
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from outrider.errors import ConfigurationError, InvalidRequest
-from outrider.grammar.compile_queue import TIME_LIMIT_S, CompileQueue, start_with_a_deep_stack
-from outrider.grammar.position import GrammarViolation, Position, Vocabulary
-from outrider.grammar.source import to_llguidance
+from outrider.errors import ConfigurationError, InvalidRequest, detached
+from outrider.grammar.compile_queue import TIME_LIMIT_S, CompileQueue
+from outrider.grammar.effort import Effort, GrammarViolation, Owners
+from outrider.grammar.lexemes import max_items
+from outrider.grammar.position import Position, Vocabulary
+from outrider.grammar.source import longest_lexeme, to_llguidance
 from outrider.grammar.state import GrammarState
 from outrider.grammar.tokenizer import load_tokenizer
 from outrider.sampling_params import GrammarSpec
 
 MAX_LEXER_STATES: Final = 50_000  # of one grammar, 1 to 2 kB each
 MAX_GRAMMAR_SIZE: Final = 20_000  # symbols: keeps compiling below a second, where 1 kB of grammar could take many
-MAX_ITEMS: Final = 10_000  # of the parser for one mask: 90 ms for the most ambiguous grammar; 50,000 took 700
 MAX_KEPT: Final = 16  # compiled grammars, of up to tens of megabytes
 MAX_VERDICTS: Final = 1024  # of grammars that were only checked
 DIGEST_BYTES: Final = 32
@@ -51,6 +51,7 @@ class GrammarCompiler:
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self._lock = threading.Lock()
         self._loaded: Vocabulary | None = None
+        self._owners = Owners()
         self._states = CompileQueue[GrammarState](MAX_KEPT)
         self._verdicts = CompileQueue[Verdict](MAX_VERDICTS)
 
@@ -69,7 +70,7 @@ class GrammarCompiler:
         try:
             return await self._verdicts.get_async(digest(spec), owner, lambda: self._verdict(spec))
         except InvalidRequest as error:  # it takes too long
-            return error, TIME_LIMIT_S
+            return detached(error), TIME_LIMIT_S
 
     async def compile_async(self, spec: GrammarSpec, owner: str = "") -> GrammarState:
         """Returns the state before the first token, for the caller's exclusive use; raises as `check_async` does, and
@@ -80,7 +81,7 @@ class GrammarCompiler:
             if not start.has_failed:
                 break
             self._states.forget(key)  # other sequences have used up the lexer that all forks share
-        return start.fork()
+        return start.fork(self._owners.effort(owner))
 
     def _verdict(self, spec: GrammarSpec) -> Verdict:
         refusal, began_s = None, time.thread_time()
@@ -89,19 +90,20 @@ class GrammarCompiler:
             began_s = time.thread_time()  # reading the vocabulary is no part of a grammar's time
             self._build(spec)
         except InvalidRequest as error:
-            refusal = error
+            refusal = detached(error)  # the verdict is kept
         return refusal, time.thread_time() - began_s
 
     def _build(self, spec: GrammarSpec) -> GrammarState:
         """Builds a state; needs a thread with a deep stack."""
         vocabulary = self._vocabulary()
         grammar = to_llguidance(spec)
+        num_items = max_items(longest_lexeme(spec))
 
         def start() -> Position:
             limits = LLParserLimits(
                 max_lexer_states=MAX_LEXER_STATES,
                 max_grammar_size=MAX_GRAMMAR_SIZE,
-                step_max_items=MAX_ITEMS,
+                step_max_items=num_items,
                 verbose_errors=False,
             )
             return Position(vocabulary, LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits))
@@ -109,10 +111,10 @@ class GrammarCompiler:
         position = start()
         try:
             position.check()
-            _take_a_first_step(position)
+            position.learn_to_go_back()
         except GrammarViolation as error:
             raise InvalidRequest("grammar", f"the grammar does not compile: {error}") from error
-        return GrammarState(position, lambda: _restarted(start))
+        return GrammarState(position, start, Effort())
 
     def _vocabulary(self) -> Vocabulary:
         with self._lock:
@@ -130,24 +132,3 @@ def digest(spec: GrammarSpec) -> bytes:
     """A collision-resistant key of a grammar."""
     head = f"{spec.kind.value} {int(spec.any_whitespace)} "
     return blake2b((head + spec.text).encode(), digest_size=DIGEST_BYTES).digest()
-
-
-def _take_a_first_step(position: Position) -> None:
-    """Raises GrammarViolation when no first token would work: the parser checks its limits when a token is read."""
-    permitted = position.mask().nonzero()[0].tolist()
-    if permitted:
-        position.copy().consume(permitted[0])
-
-
-def _restarted(start: Callable[[], Position]) -> Position:
-    """Returns a new position at the beginning, with a lexer of its own."""
-    future: Future[Position] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(start())
-        except BaseException as error:
-            future.set_exception(error)
-
-    start_with_a_deep_stack(run)
-    return future.result()

@@ -17,6 +17,8 @@ from llguidance import LLMatcher
 
 from outrider.errors import InvalidRequest
 from outrider.grammar import calendar
+from outrider.grammar.effort import forced_text_refusal
+from outrider.grammar.lexemes import MAX_LEXEME_BYTES, lark_len, regex_len, schema_len
 from outrider.sampling_params import GrammarKind, GrammarSpec
 
 MAX_INTERSECTED_PATTERNS: Final = 16  # 40 ms and 40 MB; 22 would take 10 s and 1 GB
@@ -35,6 +37,8 @@ WHITESPACE: Final = (
 # Literals of llguidance's Lark, whose strings are JSON's: comments, strings, regular expressions, special tokens. An
 # unclosed one ends where nothing more could belong to it, so that reading takes time in proportion to the text.
 _LITERAL: Final = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\])*+/?|<[^<>\s]+>')
+_REGEX_TEXT: Final = re.compile(r"(?:[^\\\[\](){}|*+?.^$]|\\.)++", re.DOTALL)
+"""Text of a regular expression that has no operators."""
 _CHARACTER_CLASS: Final = re.compile(r"\\[pPwWdDsS]")
 _PATTERNS: Final = frozenset({"pattern", "format"})
 _APPLICATORS: Final = frozenset({"$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
@@ -70,6 +74,7 @@ def checked_text(spec: GrammarSpec, *, tells_whitespace: bool = False) -> str:
             f"{MAX_CHARACTER_CLASSES}",
         )
     if spec.kind is GrammarKind.REGEX:
+        _check_pattern(spec.text)
         return spec.text
     if spec.kind is GrammarKind.LARK:
         return _checked_lark(spec)
@@ -102,23 +107,75 @@ def _checked_lark(spec: GrammarSpec) -> str:
         )
     if text.count("%json") > MAX_EMBEDDED_SCHEMAS:
         raise InvalidRequest("grammar", f"the grammar has more than {MAX_EMBEDDED_SCHEMAS} %json")
-    parts, end, num_properties = [], 0, 0
+    parts, outside, end, num_properties = [], list[str](), 0, 0
+    for schema_begin, schema_end, schema in _embedded(text):
+        try:
+            num_properties += _check_schema(schema)
+            _check_num_properties(num_properties)  # of all of them together
+            calendar.replace_formats(schema)
+            told = json.dumps({**schema, "x-guidance": _whitespace(spec)})
+        except (ValueError, RecursionError):
+            continue  # llguidance will report the fault
+        outside.append(text[end:schema_begin])
+        parts += [outside[-1], told]
+        end = schema_end
+    _check_literals("".join([*outside, text[end:]]))
+    return "".join([*parts, text[end:]])
+
+
+def _embedded(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The JSON schemas in a text of Lark, with where they begin and end."""
+    end = 0
     for match in re.finditer(r"%json\s*", text):
         if match.start() < end:
             continue  # within the text of a schema
         try:
             schema, schema_end = json.JSONDecoder().raw_decode(text, match.end())
-            num_properties += _check_schema(schema)
-            _check_num_properties(num_properties)  # of all of them together
-            schema = {} if schema is True else schema  # which has no place for options
-            if isinstance(schema, dict):
-                calendar.replace_formats(schema)
-                told = json.dumps({**schema, "x-guidance": _whitespace(spec)})
-                parts += [text[end : match.end()], told]
-                end = schema_end
         except (ValueError, RecursionError):
             continue  # llguidance will report the fault, if this is a schema at all
-    return "".join([*parts, text[end:]])
+        schema = {} if schema is True else schema  # which has no place for options
+        if isinstance(schema, dict):
+            yield match.end(), schema_end, schema
+            end = schema_end
+
+
+def longest_lexeme(spec: GrammarSpec) -> int:
+    """A bound of the bytes of text without a choice within one lexeme of a grammar that was checked."""
+    if spec.kind is GrammarKind.REGEX:
+        return 0  # all of it is one
+    if spec.kind is GrammarKind.JSON_SCHEMA:
+        return schema_len(json.loads(spec.text))
+    outside, lengths, end = list[str](), [0], 0
+    for schema_begin, schema_end, schema in _embedded(spec.text):
+        outside.append(spec.text[end:schema_begin])
+        lengths.append(schema_len(schema))
+        end = schema_end
+    return max(*lengths, lark_len("".join([*outside, spec.text[end:]])))
+
+
+def _check_literals(text: str) -> None:
+    """Refuses literals of Lark outside of JSON schemas that are too long."""
+    for literal in _LITERAL.findall(text):
+        if literal[0] == '"':
+            _check_forced(literal[1:-1])
+        elif literal[0] == "/" and literal[:2] != "//":  # no comment
+            _check_pattern(literal)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Refuses a regular expression with text in a row that is too long. What many parts together make so long is found
+    by `Position`, and that of Lark's terminals has `max_items`."""
+    if (num_bytes := regex_len(pattern)) > MAX_LEXEME_BYTES:
+        raise InvalidRequest(
+            "grammar", f"a regular expression matches {num_bytes} bytes and more; permitted: {MAX_LEXEME_BYTES}"
+        )
+    for text in _REGEX_TEXT.findall(pattern):
+        _check_forced(text.replace("\\", ""))  # which escape
+
+
+def _check_forced(text: str) -> None:
+    if refusal := forced_text_refusal(len(text.encode(errors="replace"))):
+        raise InvalidRequest("grammar", refusal)
 
 
 def _check_schema(schema: Any) -> int:
@@ -129,7 +186,16 @@ def _check_schema(schema: Any) -> int:
     num_patterns, num_properties, has_intersections, multiples = 0, 0, False, set()
     for node in _objects(schema):
         properties = node.get("properties")
-        num_properties += len(properties) if isinstance(properties, dict) else 0
+        if isinstance(properties, dict):
+            num_properties += len(properties)
+            for name in properties:
+                _check_forced(name)
+        alternatives = node.get("enum")
+        for value in (node.get("const"), *(alternatives if isinstance(alternatives, list) else ())):
+            if isinstance(value, str):
+                _check_forced(value)
+        if isinstance(pattern := node.get("pattern"), str):
+            _check_pattern(pattern)
         num_patterns += sum(isinstance(node.get(name), str) for name in _PATTERNS)
         # It may be the name of a property, with any value.
         by_pattern = node.get("patternProperties")

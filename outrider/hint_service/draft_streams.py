@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from outrider.errors import InvalidRequest, OutriderError, Overloaded, detached
 from outrider.hint_service.connections import Connection, Connections
 from outrider.hint_service.messages import (
     CloseStream,
@@ -236,7 +236,7 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
             await self._take_frames(receiver, stream, connection)
             return None
         except OutriderError as error:
-            return error.with_traceback(None)
+            return detached(error)
         finally:
             await receiver.aclose()
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Final
 
 from outrider.addresses import bound_socket
+from outrider.errors import detached
 
 _PORTS: Final = range(21_000, 30_000)
 """Below Linux' range for outgoing connections (32768 to 60999), which might take a port before its listener binds,
@@ -25,7 +26,7 @@ def free_ports(count: int, host: str = "127.0.0.1", *, besides: Collection[int] 
         try:
             bound_socket(host, port, is_reusing=False).close()
         except OSError as error:
-            refusal = error
+            refusal = detached(error)
             continue
         if port not in besides:
             found.append(port)

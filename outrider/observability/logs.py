@@ -52,15 +52,15 @@ class JsonFormatter(logging.Formatter):
 def configure(form: LogFormat, *, level: int = logging.INFO, path: Path | None = None) -> None:
     """Makes all loggers of this process write to standard error, or append to the file `path` if it can be opened."""
     stream: TextIO = sys.stderr
-    failure: OSError | None = None
+    failure = ""
     if path is not None:
         try:
             stream = path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             # Under systemd another process' standard error is a socket, which /proc names but nobody can open.
-            failure = error
+            failure = str(error)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else logging.Formatter(_TEXT))
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    if failure is not None:
+    if failure:
         _log.warning("logs go to this process' own standard error: %s", failure)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
-from outrider.errors import ConfigurationError
+from outrider.errors import ConfigurationError, detached
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +95,10 @@ class WatchedFiles(Generic[ContentT]):
         try:
             content = self._read()
         except ConfigurationError as error:
-            content = error
+            content = detached(error)
         except Exception as error:
             logger.exception("reading %s failed", self._paths[0])
-            content = error
+            content = detached(error)
         with self._lock:
             self._is_being_read = False
             if isinstance(content, Exception):

@@ -110,20 +110,20 @@ class ChatTemplates:
         variables = {"add_generation_prompt": True, **variables}
         if variables.get("continue_final_message") and variables["add_generation_prompt"]:
             raise InvalidRequest("continue_final_message", "continue_final_message needs add_generation_prompt: false")
-        refusal: Exception | None = None
+        refusal = ""
         try:
             template = self._folder.get_chat_template(self._given, variables.get("tools"))
             for form in forms_of(messages, self._traits_of(template)):
                 try:
                     return self._rendered(template, form, variables)
                 except _WRONG_FORM_ERRORS as error:
-                    refusal = refusal or error
+                    refusal = refusal or str(error)
         except _TEMPLATE_ERRORS as error:
-            refusal = error
-        message = str(refusal)[:_REFUSAL_CHARS_MAX]
+            refusal = str(error)
+        message = refusal[:_REFUSAL_CHARS_MAX]
         if message.startswith("continue_final_message"):  # transformers' own
-            raise InvalidRequest("continue_final_message", message) from refusal
-        raise InvalidRequest("messages", f"the model's chat template refused the messages: {message}") from refusal
+            raise InvalidRequest("continue_final_message", message)
+        raise InvalidRequest("messages", f"the model's chat template refused the messages: {message}")
 
     def _rendered(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template

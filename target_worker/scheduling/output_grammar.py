@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarState, GrammarViolation
-from outrider.grammar.state import FREE_S, TOKEN_MAX_S
 from protos.outrider.v1 import target_pb2
 
 
@@ -42,16 +43,15 @@ def up_to_completion(grammar: GrammarState, token_ids: list[int], end_token_ids:
     """Removes an end of sequence after a complete output: step by step the session would have ended before it."""
     if len(token_ids) == 1 or token_ids[-1] not in end_token_ids:
         return token_ids
-    is_late = advance(grammar.fork(), token_ids[:-1]) == target_pb2.FINISH_REASON_STOP
-    return token_ids[:-1] if is_late else token_ids
+    for _ in range(2):  # as `advance`
+        with suppress(GrammarViolation):
+            return token_ids[:-1] if grammar.is_complete_after(token_ids[:-1]) else token_ids
+    return token_ids
 
 
-def cost_refusal(grammar: GrammarState, num_output_tokens: int) -> InvalidRequest | None:
-    """The error to end a session with whose grammar delays the batch longer than one sequence may."""
-    if not grammar.is_too_slow:
+def cost_refusal(grammar: GrammarState, reason: target_pb2.FinishReason | None) -> InvalidRequest | None:
+    """The error to end a session with whose grammar delays the batch longer than one sequence may. `reason`: why it
+    ends anyway; where that is for want of a token, its grammar was out of time."""
+    if grammar.refusal is None or reason not in (None, target_pb2.FINISH_REASON_NO_TOKEN):
         return None
-    return InvalidRequest(
-        "grammar",
-        f"the grammar took {grammar.spent_s:.1f} s for {num_output_tokens} tokens; permitted: "
-        f"{TOKEN_MAX_S * 1e3:g} ms a token and {FREE_S:g} s; a less ambiguous one takes less",
-    )
+    return InvalidRequest("grammar", grammar.refusal)

@@ -17,7 +17,7 @@ import math
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.prompt_queue import PromptQueue
 from outrider.engine.sampling.verdict import Verdict
-from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError
+from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError, detached
 from outrider.hints.confidence import branch_calibrations, calibrations
 from outrider.hints.hint_wait import Expecting, HintWait
 from outrider.hints.pace import Pace
@@ -172,7 +172,7 @@ class Scheduler:
             )
             self._forecast.check_in_time(session, now, self._best_step_ms)
         except OutriderError as error:
-            return [SessionRefused(event.session_id, error)]
+            return [SessionRefused(event.session_id, detached(error))]
         actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
         self._num_started += 1
         self._sessions[session.session_id] = session
@@ -217,7 +217,7 @@ class Scheduler:
                 except DeadlineExceeded as error:
                     self._remove(session, now)
                     actions += session.publish(is_finished=True)
-                    actions.append(SessionAborted(session.session_id, error))
+                    actions.append(SessionAborted(session.session_id, detached(error)))
         return actions
 
     def _change_speculation(self, event: ChangeSpeculation, now: float) -> list[Action]:
@@ -359,17 +359,17 @@ class Scheduler:
                     is_resting=session.wants_hints and session.intake.is_paused,
                 )
             )
-        refusal = None if outcome.reason is not None else session.cost_refusal()
+        refusal = session.cost_refusal(outcome.reason)
         actions += session.publish(
             is_finished=outcome.reason is not None or refusal is not None,
             num_verified=outcome.num_verified,
             num_matched=outcome.num_matched,
         )
-        if outcome.reason is not None:
-            actions.append(self._end(session, outcome.reason, now, outcome.stop_token_id))
-        elif refusal is not None:
+        if refusal is not None:
             self._remove(session, now)
             actions.append(SessionAborted(session.session_id, refusal))
+        elif outcome.reason is not None:
+            actions.append(self._end(session, outcome.reason, now, outcome.stop_token_id))
         elif session.can_expect_hints():
             path = session.tree.primary_path(self.limits.num_speculative_tokens)
             session.timing.on_commit(now, len(path), session.committed_len)

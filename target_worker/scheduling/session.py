@@ -236,9 +236,9 @@ class Session:
         """Whether the grammar permits nothing after the current output."""
         return self.grammar is not None and advance(self.grammar, []) is not None
 
-    def cost_refusal(self) -> InvalidRequest | None:
+    def cost_refusal(self, reason: target_pb2.FinishReason | None) -> InvalidRequest | None:
         """Why the session must end: its grammar delays the batch longer than one sequence may. None if it does not."""
-        return None if self.grammar is None else cost_refusal(self.grammar, self.num_output_tokens)
+        return None if self.grammar is None else cost_refusal(self.grammar, reason)
 
     def has_certain_hints(self) -> bool:
         """Whether the next tokens are known without a draft worker, so that none is waited for."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +17,11 @@ from llguidance import LLTokenizer
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.grammar import GrammarCompiler, compile_queue
 from outrider.grammar.compile_queue import MAX_RUNNING, CompileQueue
+from outrider.grammar.position import Position
 from outrider.grammar.tokenizer import load_tokenizer
 from outrider.sampling_params import GrammarKind, GrammarSpec
+
+TOKENIZER_JSON = Path(__file__).parents[2] / "demo" / "target" / "tokenizer.json"
 
 
 class Builds:
@@ -210,8 +215,7 @@ async def test_a_verdict_tells_the_time_of_compiling_but_not_of_reading_the_voca
             pass
         return load_tokenizer(path)
 
-    tokenizer_json = Path(__file__).parents[2] / "demo" / "target" / "tokenizer.json"
-    compiler = GrammarCompiler(tokenizer_json, vocab_size=4096, eos_token_ids=frozenset([1]), load=load)
+    compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=4096, eos_token_ids=frozenset([1]), load=load)
     spec = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
     refusal, compile_s = await compiler.judge_async(spec)
     assert refusal is None
@@ -220,3 +224,29 @@ async def test_a_verdict_tells_the_time_of_compiling_but_not_of_reading_the_voca
     refusal, compile_s = await compiler.judge_async(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"not": {}}'))
     assert refusal is not None
     assert compile_s > 0
+
+
+async def test_refused_grammars_keep_nothing_of_their_compiler() -> None:
+    """Each kept refusal would else hold the matcher, of megabytes, in the frames of its traceback."""
+    compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=4096, eos_token_ids=frozenset([1]))
+    before = _num_positions()
+    for index in range(8):
+        # Compiled, and then refused: no text could follow.
+        schema = {"type": "object", "properties": {f"p{index}-{number}": {} for number in range(1000)}}
+        spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="does not compile"):
+                await compiler.check_async(spec)
+        with pytest.raises(InvalidRequest, match="does not compile"):
+            await compiler.compile_async(spec)
+    gc.collect()
+    assert _num_positions() == before
+    for kept in (*compiler._verdicts._kept.values(), *compiler._states._kept.values()):
+        error = kept[0] if isinstance(kept, tuple) else kept
+        assert isinstance(error, InvalidRequest)
+        assert (error.__traceback__, error.__cause__, error.__context__) == (None, None, None)
+    assert len(compiler._verdicts._kept) == len(compiler._states._kept) == 8
+
+
+def _num_positions() -> int:
+    return sum(isinstance(each, Position) for each in gc.get_objects())

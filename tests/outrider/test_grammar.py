@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarState, GrammarViolation
+from outrider.grammar.effort import Effort
 from outrider.grammar.position import Position
 from outrider.grammar.source import MAX_INTERSECTED_PATTERNS
 from outrider.sampling_params import GrammarKind, GrammarSpec
@@ -358,7 +359,7 @@ def test_a_guess_that_runs_into_a_limit_does_not_end_the_sequence() -> None:
         limits = LLParserLimits(verbose_errors=False, step_max_items=30)
         return Position(vocabulary, LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits))
 
-    state = GrammarState(start(), start)
+    state = GrammarState(start(), start, Effort())
     guess = encode("a") + encode("b") * 20
     with pytest.raises(GrammarViolation, match="Too many items"):
         state.masks([guess[:length] for length in range(len(guess))])

@@ -16,7 +16,6 @@ from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarViolation
 from outrider.grammar import compiler as compiler_module
 from outrider.grammar.source import MAX_INTERSECTED_PATTERNS, to_llguidance
-from outrider.grammar.state import FREE_S, TOKEN_MAX_S
 from outrider.sampling_params import MAX_GRAMMAR_BYTES, GrammarKind, GrammarSpec
 from tests import grammars
 from tests.hostile import EFFORTS, try_out
@@ -161,34 +160,6 @@ def test_an_ambiguous_grammar_reaches_its_limit_before_a_mask_takes_long() -> No
     assert worst_s < 0.5  # 0.09 s, and 0.75 s with llguidance's own limits
 
 
-@pytest.mark.parametrize(
-    ("spent_s", "affords_hints", "is_too_slow"),
-    [(0.0, True, False), (FREE_S * 0.6, False, False), (FREE_S + TOKEN_MAX_S, False, False),
-     (FREE_S + 2 * TOKEN_MAX_S, False, True)],
-)  # fmt: skip
-def test_a_sequence_is_told_when_its_grammar_takes_the_time_of_others(
-    spent_s: float, affords_hints: bool, is_too_slow: bool
-) -> None:
-    state = grammars.compiled(COMPILER, GrammarSpec(GrammarKind.REGEX, "[a-z]*"))
-    state.advance(list(TOKENIZER.encode("abc").ids)[:1])
-    state.spent_s = spent_s
-    assert (state.affords_hints, state.is_too_slow) == (affords_hints, is_too_slow)
-    fork = state.fork()  # another sequence has its own
-    assert (fork.affords_hints, fork.is_too_slow) == (True, False)
-
-
-def test_one_pause_of_the_machine_is_no_slow_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paused virtual machine adds its pause to the clock of the thread that ran; a slow grammar is slow again."""
-    state = grammars.compiled(COMPILER, GrammarSpec(GrammarKind.REGEX, "[a-z]*"))
-    clock = iter([0.0, 60.0, 60.0, 60.001, 61.0, 64.0])
-    monkeypatch.setattr("outrider.grammar.state.time.thread_time", lambda: next(clock))
-    state.masks([[]])
-    state.masks([[]])
-    assert not state.is_too_slow
-    state.masks([[]])
-    assert state.is_too_slow
-
-
 def test_forks_in_many_threads_answer_as_one_alone() -> None:
     spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
 
@@ -225,7 +196,7 @@ def test_one_grammar_is_compiled_once_for_all_its_sequences(monkeypatch: pytest.
 
 
 def test_a_lexer_that_reached_its_limit_is_not_handed_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_ITEMS", 1000)
+    monkeypatch.setattr("outrider.grammar.lexemes.MAX_ITEMS", 1000)
     compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
     spec = GrammarSpec(GrammarKind.LARK, "start: e\ne: e e | /[a-z]/")
     state = grammars.compiled(compiler, spec)

@@ -91,12 +91,15 @@ class Grammar:
     """`GrammarState` for either of the grammars above."""
 
     is_complete = False
-    is_too_slow = False
+    refusal: str | None = None
     affords_hints = True
 
     def __init__(self, before: int | None = None, num_committed: int = 0) -> None:
         self._before = before
         self.num_committed = num_committed
+
+    def is_complete_after(self, token_ids: Sequence[int]) -> bool:
+        return False
 
     def fork(self) -> Grammar:
         return Grammar(self._before, self.num_committed)

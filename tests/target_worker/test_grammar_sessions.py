@@ -27,7 +27,8 @@ from scipy import stats
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.sampling.randomness import mix
 from outrider.errors import InvalidRequest
-from outrider.grammar import GrammarCompiler, GrammarState
+from outrider.grammar import GrammarCompiler, GrammarState, GrammarViolation
+from outrider.grammar.effort import FREE_S
 from outrider.hints.hint_tree import ROOT_ID, WEIGHT_TOTAL_MAX, DraftDistribution, Hint
 from outrider.hints.step_cost import StepCost, StepLine
 from outrider.observability.telemetry import TargetMetrics
@@ -511,7 +512,8 @@ def test_guesses_that_run_into_a_limit_of_the_parser_bias_nothing(limited: str, 
     assert test.pvalue > ERROR_RATE
 
 
-def test_a_sequence_whose_grammar_takes_too_much_of_the_batchs_time_is_ended_with_the_reason() -> None:
+@pytest.mark.parametrize("when", ["beside a token", "instead of one"])
+def test_a_sequence_whose_grammar_takes_too_much_of_the_batchs_time_is_ended_with_the_reason(when: str) -> None:
     core = target_core()
     slow = replace(start("slow", "greedy"), grammar=compiled("person"))
     core.handle(slow, 0.0)
@@ -524,7 +526,11 @@ def test_a_sequence_whose_grammar_takes_too_much_of_the_batchs_time_is_ended_wit
         for action in actions:
             said[action.session_id].append(action)
             if action.session_id == "slow" and isinstance(action, TokensCommitted):
-                slow.grammar.spent_s += 1e3  # as if its masks had taken so long
+                # As if its masks had taken so long: noticed at once, or at the next step's first look.
+                slow.grammar._effort.debt_s = FREE_S + 1.0
+                if when == "beside a token":
+                    with pytest.raises(GrammarViolation):
+                        slow.grammar.masks([[]])
     assert [type(action) for action in said["slow"]][-2:] == [TokensCommitted, SessionAborted]
     (aborted,) = (action for action in said["slow"] if isinstance(action, SessionAborted))
     assert isinstance(aborted.error, InvalidRequest)
@@ -532,3 +538,26 @@ def test_a_sequence_whose_grammar_takes_too_much_of_the_batchs_time_is_ended_wit
     assert "25 ms a token" in aborted.error.message
     assert isinstance(said["other"][-1], SessionEnded)
     assert core.scheduler.kv_usage == 0.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_text_that_is_too_long_for_a_step_ends_its_session_with_the_reason_and_no_other(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a choice it is found when it is reached: an error to its sender, not a worker that seems dead."""
+    monkeypatch.setitem(SPECS, "long", GrammarSpec(GrammarKind.REGEX, "[xy](ab){6000}"))
+    core = target_core()
+    core.handle(replace(start("long", mode), grammar=compiled("long")), 0.0)
+    core.handle(replace(start("other", mode), grammar=compiled("person")), 0.0)
+    said: dict[str, list[Action]] = {"long": [], "other": []}
+    until: float | None = 0.0
+    while until is not None:
+        actions, until = core.run_next(0.0)
+        for action in actions:
+            said[action.session_id].append(action)
+    beginning.cache_clear()
+    aborted = said["long"][-1]
+    assert isinstance(aborted, SessionAborted)
+    assert isinstance(aborted.error, InvalidRequest)
+    assert (aborted.error.parameter, "permitted: 8192" in aborted.error.message) == ("grammar", True)
+    assert isinstance(said["other"][-1], SessionEnded)

@@ -87,11 +87,12 @@ def _penalties(params: SamplingParams, text: LogitContext, vocab_size: int) -> t
 
 def _bad_word_ends(params: SamplingParams, text: LogitContext, vocab_size: int) -> Iterable[int]:
     """The last token of every word whose other tokens come just before the row."""
-    longest = max((len(word) for word in params.bad_words), default=1) - 1
-    for row in range(len(text.continuations) if params.bad_words else 0):
+    words = [(word[:-1], word[-1]) for word in params.bad_words if word[-1] < vocab_size]
+    longest = max((len(beginning) for beginning, _ in words), default=0)
+    for row in range(len(text.continuations) if words else 0):
         tail = tuple(text.tail(row, longest))
-        for *beginning, last in params.bad_words:
-            if last < vocab_size and tail[len(tail) - len(beginning) :] == tuple(beginning):
+        for beginning, last in words:
+            if tail[len(tail) - len(beginning) :] == beginning:
                 yield row * vocab_size + last
 
 
@@ -106,7 +107,8 @@ def _permitted(params: SamplingParams, text: LogitContext, vocab_size: int) -> n
     permitted = None if text.grammar is None else text.grammar.masks(text.continuations)
     if params.allowed_token_ids:
         allowed = np.zeros(vocab_size, dtype=np.bool_)
-        allowed[[token_id for token_id in params.allowed_token_ids if token_id < vocab_size]] = True
+        token_ids = np.fromiter(params.allowed_token_ids, np.int64, len(params.allowed_token_ids))
+        allowed[token_ids[token_ids < vocab_size]] = True
         shape = (len(text.continuations), vocab_size)
         permitted = np.broadcast_to(allowed, shape) if permitted is None else permitted & allowed
     return permitted

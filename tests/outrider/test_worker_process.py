@@ -123,6 +123,7 @@ async def test_a_service_that_is_added_later_is_closed_until_a_rule_names_it(tmp
     options = WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0, tls_dir=tmp_path / "TARGET")
     async with WorkerProcess(options, "target", [], target_main.KIND.permitted) as process:
         process.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("later.Service", handlers),))
+        process._set_health(is_ready=True)
         await process.server.start()
         dialer = Dialer(TlsFiles(tmp_path / "COORDINATOR"))
         async with cast(Any, dialer.open(process.address, Role.TARGET, ())) as channel:
@@ -169,6 +170,7 @@ async def test_an_address_without_a_port_is_announced_with_the_workers_own(host:
 async def test_a_worker_serves_on_ipv6(host: str) -> None:
     options = WorkerOptions(host, 0, None, 0, "w", 1.0, health_port=0, is_insecure=True)
     async with WorkerProcess(options, "draft", []) as process:
+        process._set_health(is_ready=True)
         await process.server.start()
         assert process.address == f"[{host}]:{process.port}"
         for address in [f"[::1]:{process.port}", *([f"127.0.0.1:{process.port}"] if host == "::" else [])]:

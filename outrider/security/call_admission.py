@@ -98,6 +98,9 @@ class OpenCalls:
     @asynccontextmanager
     async def admission(self, context: Any, read: Read) -> AsyncGenerator[Any]:
         """The `Admission` of such calls."""
+        # First: a call that is ended in the middle of its first message has lost count of whether it sent this, and
+        # could not send its status.
+        await context.send_initial_metadata(())
         async with self._calls.entered(context):
             async with self._reads.entered(context):
                 request = await read()

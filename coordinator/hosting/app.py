@@ -96,7 +96,7 @@ class Coordinator:
                 yield
         except OutriderError as error:
             grpc_context.set_code(grpc.StatusCode[error.grpc_code])
-            grpc_context.set_details(error.message)
+            grpc_context.set_details(error.told)
             raise
 
 

@@ -57,7 +57,7 @@ def admitted(handler: Any, admission: Admission) -> Any:
             async with admission(context, read) as request:
                 await _answer(inner, request, context, is_stream=handler.response_streaming)
         except OutriderError as error:
-            await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+            await context.abort(grpc.StatusCode[error.grpc_code], error.told)
 
     return grpc.stream_stream_rpc_method_handler(serve, handler.request_deserializer, handler.response_serializer)
 

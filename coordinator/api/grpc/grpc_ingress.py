@@ -277,7 +277,7 @@ def timed(handler: Handler, pace_of_call: Callable[[], Pace]) -> Handler:
 
 async def _abort(context: Any, error: OutriderError) -> None:
     with suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):  # the client may be gone
-        await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+        await context.abort(grpc.StatusCode[error.grpc_code], error.told)
 
 
 def cancellable(handler: Handler) -> Handler:

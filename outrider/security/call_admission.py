@@ -1,4 +1,4 @@
-"""What happens to a call over gRPC before its message is read: a check, and a bound for calls that need no credential.
+"""Admits calls over gRPC before their messages are read: by a check, or by a bound where no credential is needed.
 
 grpc.aio reads the message of a unary request before any code of ours runs. Here every method is served as if its
 requests were a stream, so that an `Admission` runs first. Until a message is asked for, gRPC keeps at most

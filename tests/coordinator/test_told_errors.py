@@ -1,5 +1,4 @@
-"""What callers of the public API learn from errors: nothing that names a part of the installation. Operators do, from
-the log."""
+"""Tests that no error tells a caller of the public API the name of a part of the installation; the log has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server takes of a call before it is admitted, and who makes room among calls that need no key."""
+"""Tests of the part of a call that a server takes before it admits it, and of room among calls that need no key."""
 
 from __future__ import annotations
 

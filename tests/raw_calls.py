@@ -85,7 +85,7 @@ class RawConnection:
         events = self._http.receive_data(data)
         for event in events:
             if isinstance(event, ResponseReceived | TrailersReceived):
-                told = dict(event.headers or ())
+                told = {str(name): str(value) for name, value in event.headers or ()}
                 if "grpc-status" in told:
                     self.statuses[event.stream_id or 0] = int(told["grpc-status"]), told.get("grpc-message", "")
             elif isinstance(event, StreamReset | StreamEnded):

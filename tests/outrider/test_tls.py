@@ -149,7 +149,7 @@ def other_names() -> dict[str, tuple[x509.Name, list[x509.GeneralName]]]:
 def issue_named(authority: CertificateAuthority, folder: Path, subject: x509.Name, names: list[Any]) -> None:
     """Writes a certificate with these names, which `CertificateAuthority.issue` would not make."""
     authority.issue(folder, Role.DRAFT, valid_for=DAY)  # its key and the authority
-    key = load_pem_private_key((folder / "tls.key").read_bytes(), None)
+    key: Any = load_pem_private_key((folder / "tls.key").read_bytes(), None)
     now = datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder(authority.certificate.subject, subject, key.public_key(), 1, now - DAY, now + DAY)
     if names:

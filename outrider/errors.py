@@ -15,6 +15,7 @@ OutriderError                     500  INTERNAL
 ├── Overloaded                    429  RESOURCE_EXHAUSTED   full; retry after `retry_after_s`
 ├── Unavailable                   503  UNAVAILABLE          a part is missing right now
 │   ├── RegistryUnavailable                                 Redis cannot be reached
+│   ├── StorageUnavailable                                  the storage of batches' files cannot be used
 │   ├── WorkerFailed                                        a worker answered, but could not do its work
 │   ├── WorkerLost                                          a worker was lost during its work
 │   │   ├── WorkerSilent                                    it stopped answering
@@ -60,11 +61,18 @@ class OutriderError(Exception):
     code: ClassVar[str | None] = None
     is_final: ClassVar[bool] = False
     """Whether an immediate retry of the same request would fail in the same way. Clients are then told not to retry."""
+    told_as: str | None = None
+    """The text for callers of the public API where messages name parts of the installation, such as workers."""
 
     def __init__(self, message: str) -> None:
         message = _shortened(message)
         super().__init__(message)
         self.message = message
+
+    @property
+    def told(self) -> str:
+        """The text for callers of the public API; `message` is for logs and for other processes."""
+        return self.message if self.told_as is None else self.told_as
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ray pickles errors. Exception's default would call the class with the message alone, which few of them accept.
@@ -206,29 +214,49 @@ class Unavailable(OutriderError):
 class RegistryUnavailable(Unavailable):
     """Redis does not answer. The message names its address without the password, and a remedy."""
 
+    told_as = "the registry does not answer; try again later"
+
+
+class StorageUnavailable(Unavailable):
+    """The storage of batches' files does not take a call."""
+
+    told_as = "the storage of files does not answer; try again later"
+
 
 class WorkerFailed(Unavailable):
     """A worker reported a failure or sent an invalid answer; a retry there would probably fail, too."""
+
+    told_as = "a target worker failed while it had this request"
 
 
 class WorkerLost(Unavailable):
     """A worker was lost, or stopped answering, during its work."""
 
+    told_as = "a target worker was lost while it had this request"
+
 
 class WorkerSilent(WorkerLost):
     """A worker that has the request has been silent for too long."""
+
+    told_as = "a target worker fell silent while it had this request"
 
 
 class LostByOwnPause(WorkerLost):
     """The connection to a worker broke while this process itself was stopped; the worker is presumably well."""
 
+    told_as = "the connection to a target worker broke while it had this request"
+
 
 class WorkerUnreached(WorkerLost):
     """The worker could not be connected, so it never had the request; or it gives the request back."""
 
+    told_as = "no target worker could be reached that takes this request"
+
 
 class WorkerUnanswered(WorkerUnreached):
     """The worker was connected but has not acknowledged the request for too long; it stalled before receiving it."""
+
+    told_as = "a target worker does not answer"
 
 
 class WorkerLostAtOnce(WorkerLost):
@@ -245,12 +273,14 @@ class Poisonous(Unavailable):
 class AnotherLife(Unavailable):
     """The intended worker process is gone, and a later one answers at its address."""
 
+    told_as = "a worker has left"
     grpc_code = "FAILED_PRECONDITION"
 
 
 class WorkerLeaves(Unavailable):
     """The worker is shutting down: it starts nothing new, and ends what does not finish within its grace period."""
 
+    told_as = "a worker leaves"
     grpc_code = "FAILED_PRECONDITION"
 
 

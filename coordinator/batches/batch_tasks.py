@@ -151,7 +151,7 @@ class BatchTasks:
             file = await self._files.get(batch.tenant, batch.input_file_id)
             await self._files.store.write(copy, _checked(self._files.store.pieces(file.content), check))
         except NotFound as error:
-            check.errors.append(told_error("input_file_id", "file_not_found", error.message, None))
+            check.errors.append(told_error("input_file_id", "file_not_found", error.told, None))
         return await asyncio.to_thread(check.end)
 
     async def _discard(self, *names: str) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from outrider.buckets import S3, open_bucket
-from outrider.errors import ConfigurationError, NotFound, Unavailable
+from outrider.errors import ConfigurationError, NotFound, StorageUnavailable
 
 PIECE_BYTES: Final = 256 << 10
 """Bytes of a piece in which files are read and written."""
@@ -31,7 +31,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_-]+(?:/[A-Za-z0-9_.-]+)*")
 
 
 class FileStore(Protocol):
-    """Interface of a storage. All methods raise Unavailable if it does not answer."""
+    """Interface of a storage. All methods raise StorageUnavailable if it does not answer."""
 
     async def write(self, name: str, content: AsyncIterator[bytes]) -> int:
         """Stores a file, and returns its length in bytes."""
@@ -137,8 +137,8 @@ def _read(path: Path, start: int, end: int) -> bytes:
         return file.read(max(end - start, 0))
 
 
-def _failed(error: OSError) -> Unavailable:
-    return Unavailable(f"the storage of batches' files fails: {error.strerror or type(error).__name__}", 10.0)
+def _failed(error: OSError) -> StorageUnavailable:
+    return StorageUnavailable(f"the storage of batches' files fails: {error.strerror or type(error).__name__}", 10.0)
 
 
 class S3Store:
@@ -196,5 +196,5 @@ class S3Store:
             raise _s3_failed(error) from error
 
 
-def _s3_failed(error: Exception) -> Unavailable:
-    return Unavailable(f"S3 does not take the call: {str(error)[:300]}", 10.0)
+def _s3_failed(error: Exception) -> StorageUnavailable:
+    return StorageUnavailable(f"S3 does not take the call: {str(error)[:300]}", 10.0)

@@ -88,7 +88,7 @@ class FileCheck:
             self._check(raw)
         except OutriderError as error:
             parameter = error.parameter if isinstance(error, InvalidRequest) else None
-            self._refuse(error.code or "invalid_request", parameter, error.message)
+            self._refuse(error.code or "invalid_request", parameter, error.told)
 
     def _check(self, raw: bytes) -> None:
         line = read_line(raw)

@@ -43,6 +43,8 @@ class Coordinator:
         self._replica = Replica(settings)
         await self._replica.__aenter__()
         self._calls = self._replica.grpc_calls
+        self.admission = self._calls.admission(self._replica.limit)
+        """The admission of calls to this replica's own gRPC server."""
         loop, end_requests = asyncio.get_running_loop(), self._replica.end_requests
         before_the_end(lambda: loop.call_soon_threadsafe(end_requests))
 
@@ -74,6 +76,14 @@ class Coordinator:
         with self._failing(grpc_context):
             return await self._calls.list_models(grpc_context.invocation_metadata())
 
+    async def Authenticate(
+        self, request: generation_pb2.ListModelsRequest, grpc_context: RayServegRPCContext
+    ) -> generation_pb2.ListModelsResponse:
+        """Tells Serve's proxy whether a caller may ask, before it reads the caller's message."""
+        with self._failing(grpc_context):
+            await self._calls.authenticate(grpc_context.invocation_metadata())
+        return generation_pb2.ListModelsResponse()
+
     async def Check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """Tells the gRPC servers whether a target worker is usable (`coordinator.api.grpc.grpc_health`)."""
         return self._calls.readiness()
@@ -82,11 +92,11 @@ class Coordinator:
     def _failing(self, grpc_context: RayServegRPCContext) -> Iterator[None]:
         """Gives the call the status of an error that ends it."""
         try:
-            with self._calls.counted(), self._replica.limit.entered():
+            with self._calls.counted():
                 yield
-        except OutriderError as error:  # of others Serve makes INTERNAL
+        except OutriderError as error:
             grpc_context.set_code(grpc.StatusCode[error.grpc_code])
-            grpc_context.set_details(error.message)
+            grpc_context.set_details(error.told)
             raise
 
 

@@ -148,6 +148,8 @@ _GRPC_RULES = "\n".join(
         "    http-after-response set-header content-type application/grpc "
         "if { res.hdr(grpc-status) -m found } !{ res.hdr(content-type) -m found }",
         _grpc_refusal(12, "not served", f"{{ path,url_dec {_LIST} }}"),
+        # By it replicas bound the calls of each client that need no key.
+        "    http-request set-header x-client-address %[src]",
         # gRPC itself would report a server error.
         _grpc_refusal(
             3,

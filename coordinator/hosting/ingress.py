@@ -171,12 +171,13 @@ def haproxy_environment(
 
 def python_environment(ingress: Ingress) -> dict[str, str]:
     """Serve's settings for its own proxy."""
-    settings = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+    settings = {
+        "RAY_SERVE_ENABLE_HA_PROXY": "0",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": _LISTENERS_HOOK,
+    }
     if not is_unspecified(ingress.host):  # else Serve's default is right
-        settings |= {
-            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": _LISTENERS_HOOK,
-            GRPC_HOST_VARIABLE: ingress.host,
-        }
+        settings[GRPC_HOST_VARIABLE] = ingress.host
     return settings
 
 

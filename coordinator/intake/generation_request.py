@@ -16,7 +16,7 @@ from coordinator.access.api_keys import ANYBODY, Caller
 from coordinator.formats.answer_parts import ToolUse
 from coordinator.formats.output_format import AnswerPlan
 from coordinator.intake.cache_salt import cache_salt
-from coordinator.intake.run_identity import RunIdentity, digest_of
+from coordinator.intake.run_identity import RunIdentity, digest_of, prompt_digest
 from coordinator.models.served_model import ServedModel
 from coordinator.placement.routing import ModelKey
 from outrider.canary.plan import ANY_DRAFT, Assignment, DraftChoice
@@ -174,6 +174,12 @@ class GenerationSpec:
     def owner(self) -> str:
         """A digest of the tenant, sent to workers in place of its name."""
         return tenant_digest(self.request.tenant) if self.request.tenant else ""
+
+    @property
+    def prompt_digest(self) -> str:
+        """Names its tenant, prompt and grammar in the record of lost targets (`coordinator.recovery.poison`)."""
+        tenant = self.request.origin.caller.tenant
+        return prompt_digest(tenant, self.model, self.prompt_token_ids, self.sampling.grammar)
 
     @property
     def num_choices(self) -> int:

@@ -46,9 +46,10 @@ def digest_of(*parts: object) -> str:
     return state.hexdigest()
 
 
-def prompt_digest(model: str, token_ids: Sequence[int], grammar: object) -> str:
-    """Identifies the computation of a request, independent of the caller and of repetition."""
-    return digest_of(model, array("q", token_ids).tobytes(), grammar)
+def prompt_digest(tenant: str | None, model: str, token_ids: Sequence[int], grammar: object) -> str:
+    """Identifies a tenant's computation, independent of repetition. `tenant` is that of the caller's key; None where
+    there are no keys, whatever name a client gives itself."""
+    return digest_of(tenant, model, array("q", token_ids).tobytes(), grammar)
 
 
 class RunIdentity:

@@ -6,10 +6,14 @@ whichever replica sends it; `Trials` spares the replicas calls in vain. Other su
 that must be: after all targets died at once, hardly any is.
 
 A run that loses more workers than chance explains is ended (`PoisonRecord.blames`): if no others die, after as many as
-a run may cost, the last one on its trial. A digest of its prompt and grammar is remembered, so that the client's
+a run may cost, the last one on its trial. A digest of tenant, prompt and grammar is remembered, so that the client's
 retries do not cost as many workers again: for CONVICTED_S every replica refuses the same request at once, since they
 exchange losses (`coordinator.recovery.loss_exchange`). A run may end earlier, when its client leaves or its deadline is
 over. Then the workers lost to it are remembered as long, and the next run with the prompt starts with their number.
+
+A prompt is always one tenant's. Parameters outside the digest can bring targets down, too, so that otherwise a tenant
+could have a prompt that all use refused to all, or clear it for another one whose runs it really kills. In return a
+prompt that kills for everybody costs each tenant's runs their own losses.
 
 Innocent requests lose workers too, and popular prompts more often than others. So a run that completes clears its
 prompt; one that goes well beyond the position of a loss is excused from it; a running one is charged with its own

@@ -300,7 +300,7 @@ class SequenceMachine:
         assert self._last_error is not None
         error = Poisonous(
             f"{self.spec.run.num_losses} target workers were lost while they had this request, or an earlier one "
-            f"with its prompt, the last one with: {self._last_error.message}"
+            f"with its prompt, the last one with: {self._last_error.told}"
         )
         return [*actions, *self._fail(error)]
 

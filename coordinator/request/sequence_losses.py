@@ -12,7 +12,6 @@ from enum import Enum, auto
 from functools import cached_property
 
 from coordinator.intake.generation_request import GenerationSpec
-from coordinator.intake.run_identity import prompt_digest
 from coordinator.recovery.poison import (
     LOSSES_MAX,
     NOTED_S,
@@ -78,8 +77,8 @@ class SequenceLosses:
 
     @cached_property
     def prompt_digest(self) -> str:
-        """Digest that names the prompt and grammar in the record."""
-        return prompt_digest(self._spec.model, self._spec.prompt_token_ids, self._spec.sampling.grammar)
+        """`GenerationSpec.prompt_digest`, computed once."""
+        return self._spec.prompt_digest
 
     @property
     def trial_tokens(self) -> int:

@@ -89,7 +89,9 @@ class TargetCall:
     def _translated(self, error: grpc.aio.AioRpcError) -> OutriderError:
         match error.code():
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
-                return Overloaded(f"every target worker is full ({error.details()})", _RETRY_AFTER_S)
+                full = Overloaded(f"every target worker is full ({error.details()})", _RETRY_AFTER_S)
+                full.told_as = "every target worker is full"
+                return full
             case grpc.StatusCode.INVALID_ARGUMENT:
                 return InvalidRequest(None, f"the target worker refused the request: {error.details()}")
             case grpc.StatusCode.FAILED_PRECONDITION:

@@ -113,6 +113,6 @@ class TargetChoice:
             why = "none of the target workers that are there has the weights and numerics that it began with"
             return Unavailable(
                 f"the sequence stops after {num_tokens} tokens: {why}"
-                + ("" if refusal is None else f" ({refusal.message})")
+                + ("" if refusal is None else f" ({refusal.told})")
             )
         return refusal or Unavailable(f"no target worker is free to serve {self._spec.model!r}")

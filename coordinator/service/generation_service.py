@@ -52,7 +52,7 @@ from coordinator.speculation.prior_store import PriorStore
 from coordinator.workers.worker_directory import WorkerDirectory
 from outrider.canary.store import CanaryStore
 from outrider.concurrency.background import end_tasks, keep_going
-from outrider.errors import Forbidden, OutriderError, Overloaded
+from outrider.errors import Forbidden, OutriderError, Overloaded, Unavailable
 from outrider.observability.loop_lag import keep_ticking
 from outrider.registry.registry import START_TIMEOUT_S, Registry, RegistryCalls
 from outrider.registry.worker_record import Snapshot
@@ -332,6 +332,8 @@ class GenerationService:
         """Counts a failed request by its gRPC code; a defect of ours counts as INTERNAL."""
         kind = error if isinstance(error, OutriderError) else OutriderError
         self.environment.metrics.request_failure.labels(kind.grpc_code).inc()
+        if isinstance(error, Unavailable) and error.told != error.message:
+            _log.warning("a request failed, and its caller was told no more than its kind: %s", error.message)
 
 
 def _on_behalf_of_its_caller(request: GenerationInput) -> GenerationInput:

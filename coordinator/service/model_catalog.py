@@ -136,9 +136,9 @@ class ModelCatalog:
         }
 
     def _why_no_target(self, name: str, table: ModelTable, caller: Caller) -> str:
-        """The reason, from the targets of this name and those of names that are not served; an empty name is any. A
-        caller that may not know of all models gets none."""
-        if caller.models is not None:
+        """The reason, from the targets of this name and those of names that are not served; an empty name is any. It
+        names workers, so that a tenant gets none; the log and `/health` tell it to the operator."""
+        if caller.tenant is not None:
             return f"no target worker of {name or 'your models'} is live"
         concerned = [
             each

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Final
 
 from coordinator.intake.generation_request import GenerationSpec
-from coordinator.intake.run_identity import prompt_digest
 from coordinator.observability.metrics import CoordinatorMetrics
 from coordinator.recovery.poison import CONVICTED_S, LOSSES_MAX
 from coordinator.request.environment import Losses
@@ -31,7 +30,7 @@ class PoisonGuard:
             raise Poisonous(f"{spec.run.num_losses} target workers were lost while they had this request", CONVICTED_S)
         if self._poison:
             await self._exchange.refresh(KNOWN_LOSSES_S)
-            digest, now_s = _digest(spec), self._now_s()
+            digest, now_s = spec.prompt_digest, self._now_s()
             left_s = self._poison.time_left_s(digest, now_s)
             if left_s > 0:
                 raise Poisonous(
@@ -43,16 +42,12 @@ class PoisonGuard:
 
     def acquit(self, spec: GenerationSpec) -> None:
         """Clears the prompt of a completed request: no worker was lost to it."""
-        if self._poison and self._poison.acquit(_digest(spec), self._now_s()):
+        if self._poison and self._poison.acquit(spec.prompt_digest, self._now_s()):
             self._exchange.share_soon()
             self._metrics.show_poison(self._poison.convicted(self._now_s()))
 
     def suspect(self, spec: GenerationSpec) -> None:
         """Records the losses of a request that ended without its output, for any reason."""
         if spec.run.num_losses:
-            self._poison.suspect(_digest(spec), spec.run.killed, self._now_s())
+            self._poison.suspect(spec.prompt_digest, spec.run.killed, self._now_s())
             self._exchange.share_soon()
-
-
-def _digest(spec: GenerationSpec) -> str:
-    return prompt_digest(spec.model, spec.prompt_token_ids, spec.sampling.grammar)

@@ -17,11 +17,13 @@ import grpc.aio
 
 from outrider.observability.tracing import metadata_of
 from outrider.sampling_params import UINT32_MAX
+from outrider.security.call_admission import UNCOMPRESSED
 from outrider.security.tls import PLAINTEXT, Dialer, Role
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 _MESSAGE_BYTES_MAX: Final = 16 << 20
 _CHANNEL_OPTIONS: Final = (
+    UNCOMPRESSED,
     ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", _MESSAGE_BYTES_MAX),
     # A peer that vanished silently is noticed after 40 s. Not sooner: servers close connections whose pings come faster

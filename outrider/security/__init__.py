@@ -1,1 +1,2 @@
-"""Mutual TLS between processes, the certificates for it, tenants, and addresses of identity providers."""
+"""Mutual TLS between processes, the certificates for it, calls before they are read, tenants, and addresses of identity
+providers."""

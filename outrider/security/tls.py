@@ -18,11 +18,11 @@ import hashlib
 import re
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from inspect import isasyncgenfunction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -31,7 +31,8 @@ import grpc.aio
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from outrider.errors import ConfigurationError
+from outrider.errors import ConfigurationError, Forbidden
+from outrider.security.call_admission import Read, admitted
 from outrider.security.watched_files import WatchedFiles
 
 CERTIFICATE: Final = "tls.crt"
@@ -42,6 +43,8 @@ _HASHED: Final = "id--"  # prefix of the label of an id that is not a DNS label
 LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 """Hosts that no other machine can reach."""
 _FILE_BYTES_MAX: Final = 1 << 20
+_PEERS_MAX: Final = 1024
+"""Callers' certificates whose names are remembered: reading them takes longer than most calls."""
 
 
 class Role(StrEnum):
@@ -186,8 +189,18 @@ class RoleCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler: Any = await continuation(handler_call_details)
         if handler is None:  # unknown method
             return cast(Any, handler)
-        roles = self._permitted.get(handler_call_details.method, frozenset())
-        return _guarded(handler, handler_call_details.method, roles)
+        method = handler_call_details.method
+        roles = self._permitted.get(method, frozenset())
+
+        @asynccontextmanager
+        async def admission(context: Any, read: Read) -> AsyncGenerator[Any]:
+            names = names_of_peer(context)
+            if not names & roles:
+                expected, found = " or ".join(sorted(roles)) or "nobody", ", ".join(sorted(names)) or "none"
+                raise Forbidden(f"{method} is for {expected}; the certificate of the caller names {found}")
+            yield await read()
+
+        return cast(Any, admitted(handler, admission))
 
 
 def worker_name(role: Role, worker_id: str) -> str:
@@ -204,45 +217,19 @@ def workers_named(names: Iterable[str], role: Role) -> frozenset[str]:
 
 
 def names_of_certificate(der: bytes) -> frozenset[str]:
+    """The DNS names of a certificate; none if they cannot be read."""
     return _dns_names(x509.load_der_x509_certificate(der))
 
 
 def names_of_peer(context: grpc.aio.ServicerContext[Any, Any]) -> frozenset[str]:
     """The DNS names in the caller's certificate; empty without one."""
-    # A name repeated in the certificate's subject counts as well, because gRPC reports both alike.
-    names = context.auth_context().get("x509_subject_alternative_name", ())
-    return frozenset(name.decode("ascii", errors="replace") for name in names)
+    # Not gRPC's own list of names: it has those of every kind, as far as their first NUL.
+    return _names_in(b"".join(context.auth_context().get("x509_pem_cert", ())))
 
 
-def _guarded(handler: Any, method: str, roles: frozenset[Role]) -> Any:
-    behaviours = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-    (kind,) = (each for each in behaviours if getattr(handler, each) is not None)
-    inner = getattr(handler, kind)
-
-    async def check(context: Any) -> None:
-        names = names_of_peer(context)
-        if not names & roles:
-            expected, found = " or ".join(sorted(roles)) or "nobody", ", ".join(sorted(names)) or "none"
-            await context.abort(
-                grpc.StatusCode.PERMISSION_DENIED,
-                f"{method} is for {expected}; the certificate of the caller names {found}",
-            )
-
-    if isasyncgenfunction(inner):
-
-        async def stream(request: Any, context: Any) -> Any:
-            await check(context)
-            async with aclosing(inner(request, context)) as messages:
-                async for message in messages:
-                    yield message
-
-        return handler._replace(**{kind: stream})
-
-    async def call(request: Any, context: Any) -> Any:
-        await check(context)
-        return await inner(request, context)
-
-    return handler._replace(**{kind: call})
+@lru_cache(maxsize=_PEERS_MAX)
+def _names_in(pem: bytes) -> frozenset[str]:
+    return _dns_names(x509.load_pem_x509_certificate(pem)) if pem else frozenset()
 
 
 def _server_configuration(material: KeyMaterial) -> grpc.ServerCertificateConfiguration:
@@ -268,9 +255,10 @@ def read_folder(folder: Path) -> KeyMaterial:
 
 
 def _dns_names(certificate: x509.Certificate) -> frozenset[str]:
+    """The alternative names of the kind DNS, letter for letter."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    except x509.ExtensionNotFound:
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):  # absent, or malformed
         return frozenset()
     return frozenset(extension.value.get_values_for_type(x509.DNSName))
 

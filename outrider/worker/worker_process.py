@@ -33,7 +33,6 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 import grpc
 import grpc.aio
 import uvloop
-from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
@@ -51,10 +50,11 @@ from outrider.observability.telemetry import show_expiry, show_loop_lag
 from outrider.registry.registry import Registry, check_redis
 from outrider.registry.worker_lease import WorkerLease
 from outrider.registry.worker_record import Pool, WorkerLoad, WorkerRecord, WorkerState
+from outrider.security.call_admission import OpenCallLimit
 from outrider.security.tls import Dialer, Role, RoleCheck, TlsFiles, check_role, check_worker_id
 from outrider.worker.loading_thread import start_beside, watch_progress
 from outrider.worker.model_thread import PEERS_S, PEERS_SHARE, ActionT, Core, EventT, ModelThread
-from outrider.worker.rpc import OPEN_METHODS, SERVER_OPTIONS, LateServices
+from outrider.worker.rpc import HEALTH_SERVER_OPTIONS, OPEN_METHODS, SERVER_OPTIONS, HealthService, LateServices
 from outrider.worker.stall_watch import StallWatch
 from outrider.worker.worker_options import WorkerOptions
 
@@ -104,15 +104,15 @@ class WorkerProcess:
             check_role(self.files.current(), Role[role.upper()])
             check_worker_id(self.files.current(), Role[role.upper()], options.worker_id)
         self.dialer = Dialer(self.files)
-        interceptors = () if self.files is None else (RoleCheck({**OPEN_METHODS, **(permitted or {})}),)
-        self.server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        rules = () if self.files is None else (RoleCheck({**OPEN_METHODS, **(permitted or {})}),)
+        self.server = grpc.aio.server(interceptors=(*rules, OpenCallLimit(OPEN_METHODS)), options=SERVER_OPTIONS)
         self.port = 0
         self.health_port = 0
         self.show_state: Callable[[WorkerState | Literal["loading"]], None] = lambda state: None
         """Is called with each new state."""
         self._health_server: grpc.aio.Server | None = None
         self._service_names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        self._health = health_aio.HealthServicer()
+        self._health = HealthService()
         self.services = cast(grpc.aio.Server, LateServices())
         """Takes the services that are added when the model is loaded."""
         self._is_listening = False
@@ -138,7 +138,8 @@ class WorkerProcess:
             self._registry = Registry(self.options.redis_url)
         self.port = self._listen(self.server, self.options.port, "--port", self.files)
         if self.options.health_port is not None:
-            self._health_server = grpc.aio.server(options=SERVER_OPTIONS)
+            limit = OpenCallLimit(OPEN_METHODS)
+            self._health_server = grpc.aio.server(interceptors=(limit,), options=HEALTH_SERVER_OPTIONS)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
             self.health_port = self._listen(self._health_server, self.options.health_port, "--health-port", None)
         return self
@@ -162,8 +163,8 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
-        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
-        await self._set_health(is_ready=False)
+        self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        self._set_health(is_ready=False)
         self.server.add_generic_rpc_handlers((cast(LateServices, self.services),))
         await self.server.start()
         if self._health_server is not None:
@@ -275,7 +276,7 @@ class WorkerProcess:
             if self._registry is not None:
                 lease = await stack.enter_async_context(WorkerLease(self._registry, record, load))
             cast(LateServices, self.services).open()
-            await self._set_health(is_ready=True)
+            self._set_health(is_ready=True)
             self.show_state("ready")
             facts = {
                 "event": "ready",
@@ -313,12 +314,12 @@ class WorkerProcess:
                 is_ready = not is_ready
                 logger.warning("the model %s", "responds again" if is_ready else f"has stalled for {stalled_s:.0f} s")
                 self._enter("ready" if is_ready else "stalled", lease)
-                await self._set_health(is_ready=is_ready)
+                self._set_health(is_ready=is_ready)
 
     async def _drain(self, lease: WorkerLease | None, load: Callable[[], WorkerLoad]) -> None:
         logger.info("draining: admitting nothing, at most %.0f s to finish", self.options.drain_grace_s)
         self._enter("draining", lease)
-        await self._set_health(is_ready=False)
+        self._set_health(is_ready=False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.options.drain_grace_s):
                 while load().num_sessions:  # noqa: ASYNC110 - the count lives on the model's thread
@@ -329,11 +330,11 @@ class WorkerProcess:
         if lease is not None:
             lease.set_state(state)
 
-    async def _set_health(self, *, is_ready: bool) -> None:
+    def _set_health(self, *, is_ready: bool) -> None:
         kind = health_pb2.HealthCheckResponse
         status = kind.SERVING if is_ready else kind.NOT_SERVING
         for service in ("", *self._service_names):
-            await self._health.set(service, status)
+            self._health.set(service, status)
 
 
 def _check_announced(address: str, port: int) -> None:

@@ -51,7 +51,7 @@ class TestEvents:
         async with clusters.open([clusters.target(dies_at=5)], settings=settings) as cluster:
             *_, last = events_of(await ask(cluster, stream=True))
         assert (last["type"], last["error"]["type"]) == ("error", "api_error")
-        assert "killed by the test" in last["error"]["message"]
+        assert "a target worker was lost while it had this request" in last["error"]["message"]
 
     def test_of_thinking_come_before_those_of_the_text(self) -> None:
         blocks = ContentBlocks()

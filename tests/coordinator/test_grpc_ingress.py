@@ -63,8 +63,47 @@ async def test_a_request_is_read_as_ever(channel: grpc.aio.Channel) -> None:
     assert await ask(channel, "ListModels", b"") == [b""]
 
 
+async def test_a_proxy_asks_a_replica_for_the_caller_before_it_reads_its_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def handler(service_method: str, streaming_type: Any) -> Any:
+        async def one(request: Any, context: Any) -> bytes:
+            asked.append((service_method, dict(context.invocation_metadata()).get("authorization")))
+            context.set_code(grpc.StatusCode.UNAUTHENTICATED)
+            context.set_details("who are you?")
+            return b""
+
+        return one
+
+    async with (
+        serving(monkeypatch, handler, add_GenerationServicer_to_server) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        for raw in (b"\xff" * 9, bytes(2 * MESSAGE_BYTES_MAX)):
+            generate = channel.unary_stream("/outrider.v1.Generation/Generate", None, None)
+            call = generate(raw, metadata=(("authorization", "Bearer x"),), timeout=20)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert refused.value.details() == "who are you?"
+        # It is a question among ourselves.
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask(channel, "Authenticate", b"")
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert asked == [("/outrider.v1.Generation/Authenticate", "Bearer x")] * 2
+
+
+async def test_nothing_is_expanded(channel: grpc.aio.Channel) -> None:
+    for path in ("outrider.v1.Generation/Generate", "ray.serve.RayServeAPIService/Healthz"):
+        call = channel.unary_stream(f"/{path}", None, None)(b"x" * 99, compression=grpc.Compression.Gzip, timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_nobody_sends_more_than_a_request_may_need(channel: grpc.aio.Channel) -> None:
-    """Messages are received before anybody is asked for a key."""
     longest = generation_pb2.GenerationRequest(prompt="x" * (MESSAGE_BYTES_MAX - 8)).SerializeToString()
     assert len(longest) <= MESSAGE_BYTES_MAX
     assert await ask(channel, "Generate", longest)

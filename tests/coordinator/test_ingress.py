@@ -168,7 +168,10 @@ class TestLauncher:
         assert [line for line in lines if "bind" not in line and line not in added] == [
             line for line in CONFIGURATION.splitlines() if "bind" not in line
         ]
-        assert len(added) == 33
+        assert len(added) == 34
+        assert [line.strip() for line in added if "x-client" in line] == [
+            "http-request set-header x-client-address %[src]"
+        ], "whatever a client says it is"
 
     def test_nobody_holds_a_connection_for_long_without_a_request(self) -> None:
         text = rewritten(CONFIGURATION, "*", frozenset({8000, 9000}))

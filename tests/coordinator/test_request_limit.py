@@ -21,10 +21,12 @@ from coordinator.api.grpc.grpc_server import make_server
 from coordinator.api.http.application import create_app
 from coordinator.intake.request_limit import RequestLimit
 from outrider.errors import Overloaded
+from outrider.security.call_admission import UNREAD_BYTES_MAX
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import eventually
 from tests.coordinator.serve_grpc import ask
+from tests.raw_calls import framed, raw_connection
 
 BODY: dict[str, Any] = {"prompt": "import", "temperature": 0, "max_tokens": 12}
 
@@ -35,15 +37,20 @@ def client_of(cluster: Cluster, limit: RequestLimit) -> httpx.AsyncClient:
 
 
 @asynccontextmanager
-async def channel_to(cluster: Cluster, limit: RequestLimit) -> AsyncIterator[grpc.aio.Channel]:
+async def server_of(cluster: Cluster, limit: RequestLimit) -> AsyncIterator[str]:
     server = make_server(GrpcCalls(cluster.service), limit, lambda: False, has_reflection=False)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel
+        yield f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
+
+
+@asynccontextmanager
+async def channel_to(cluster: Cluster, limit: RequestLimit) -> AsyncIterator[grpc.aio.Channel]:
+    async with server_of(cluster, limit) as address, grpc.aio.insecure_channel(address) as channel:
+        yield channel
 
 
 async def code_of(call: Any) -> grpc.StatusCode:
@@ -115,6 +122,57 @@ class TestGrpcServer:
             reflection = ask(channel, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", b"")
             assert await code_of(reflection) is grpc.StatusCode.UNIMPLEMENTED
         assert cluster.service.environment.metrics.request_failure.labels("UNAUTHENTICATED")._value.get() == 2
+
+    @pytest.mark.parametrize("method", ["Generate", "ListModels"])
+    async def test_nothing_that_a_stranger_sends_is_read(
+        self, clusters: ClusterFactory, tmp_path: Path, method: str
+    ) -> None:
+        """Neither a message that is none, nor one that is too long, nor one that expands to a thousand times as much:
+        what it is told is about its key."""
+        path = tmp_path / "keys.toml"
+        path.write_text(entry(new_key(), "search", frozenset({Scope.GENERATE}), None, ""))
+        async with (
+            clusters.open([clusters.target()], settings={"api_keys_file": str(path)}) as cluster,
+            channel_to(cluster, RequestLimit(9)) as channel,
+        ):
+            for raw in (b"\xff" * 9, bytes(2 * MESSAGE_BYTES_MAX)):
+                refused = ask(channel, f"/outrider.v1.Generation/{method}", raw)
+                assert await code_of(refused) is grpc.StatusCode.UNAUTHENTICATED
+
+    async def test_what_waits_for_its_key_to_be_checked_is_bounded(
+        self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with clusters.open([clusters.target()]) as cluster, server_of(cluster, RequestLimit(9)) as address:
+
+            async def wait(*_: object) -> None:
+                await asyncio.Event().wait()
+
+            monkeypatch.setattr(cluster.service, "authenticate", wait)
+            async with raw_connection(address) as connection:
+                for _ in range(8):
+                    call = await connection.begin("/outrider.v1.Generation/Generate")
+                    message = framed(bytes(MESSAGE_BYTES_MAX - 1))
+                    assert await connection.send(call, message, is_end=False) <= UNREAD_BYTES_MAX
+
+    async def test_nothing_is_expanded(self, clusters: ClusterFactory) -> None:
+        async with clusters.open([clusters.target()]) as cluster, channel_to(cluster, RequestLimit(9)) as channel:
+            for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+                stub: Any = generation_pb2_grpc.GenerationStub(channel)
+                call = stub.Generate(generation_pb2.GenerationRequest(prompt="x" * 4096), compression=compression)
+                assert await code_of(call.read()) is grpc.StatusCode.UNIMPLEMENTED
+
+    async def test_a_request_whose_message_does_not_come_counts(self, clusters: ClusterFactory) -> None:
+        """So many messages at most are partly there."""
+        limit = RequestLimit(2)
+        async with clusters.open([clusters.target()]) as cluster, server_of(cluster, limit) as address:
+            async with raw_connection(address) as connection:
+                for _ in range(2):
+                    call = await connection.begin("/outrider.v1.Generation/Generate")
+                    await connection.send(call, framed(b"abc")[:-1], is_end=False)
+                await eventually(lambda: limit.num == 2, "they count")
+                third = await connection.begin("/outrider.v1.Generation/Generate")
+                assert (await connection.status(third))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+            await eventually(lambda: limit.num == 0, "they have left")
 
     async def test_a_message_is_bounded(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster, channel_to(cluster, RequestLimit(9)) as channel:

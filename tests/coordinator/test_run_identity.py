@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from coordinator.access.api_keys import ANYBODY
+from coordinator.access.api_keys import ANYBODY, Scope, entry, new_key
 from coordinator.api.grpc import grpc_api
 from coordinator.intake.generation_request import _sampling_bytes
 from coordinator.intake.run_identity import RunIdentity, digest_of, parse_fingerprint
@@ -26,6 +27,7 @@ from coordinator.request.sequence_runner import KNOWN_LOSSES_S, LONG_PROMPT_TOKE
 from outrider.errors import Conflict, RegistryUnavailable
 from outrider.registry.worker_record import Snapshot, WorkerRecord
 from outrider.sampling_params import SamplingParams
+from outrider.security.tenants import tenant_digest
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeTarget, eventually, record_of
@@ -847,6 +849,43 @@ class TestPoison:
                 assert answer.json()["error"]["code"] == "poisonous_request"
                 await environment.losses.exchange.refresh(0.0)
             assert len(deaths) == num_deaths
+
+    async def test_a_prompt_that_one_tenant_has_refused_is_served_to_others(
+        self, clusters: ClusterFactory, tmp_path: Path
+    ) -> None:
+        """Found: whoever knew of a parameter that brings targets down, which no digest of a prompt has, could have a
+        public prompt refused to all. Whoever it is keeps to its own losses, over all its keys."""
+        keys = {name: new_key() for name in ("a", "a again", "b")}
+        (tmp_path / "keys.toml").write_text(
+            "\n".join(entry(key, name[0], frozenset({Scope.GENERATE}), None, "") for name, key in keys.items())
+        )
+
+        class Brought(FakeTarget):
+            """Comes down with each request of `a`."""
+
+            async def Generate(self, request: Any, context: Any) -> Any:
+                self.dies_at = 1 if request.owner == tenant_digest("a") else None
+                async for event in super().Generate(request, context):
+                    yield event
+
+        targets = [Brought(clusters.script) for _ in range(4)]
+        settings = {"quarantine_s": 0.01, "api_keys_file": str(tmp_path / "keys.toml")}
+        async with clusters.open([*targets], settings=settings) as cluster:
+            told = []
+            for name in ("a", "a again", "b", "a", "b"):
+                cluster.client.headers["Authorization"] = f"Bearer {keys[name]}"
+                answer = await cluster.complete(max_tokens=4)
+                told.append((answer.status_code, sum(target.num_died for target in targets)))
+        assert told == [(503, 3), (503, 3), (200, 3), (503, 3), (200, 3)]
+
+    async def test_without_keys_a_name_that_a_client_gives_itself_is_no_tenant(self, clusters: ClusterFactory) -> None:
+        deaths = list[Deadly]()
+        targets = [Deadly(deaths, 1, up_to=99) for _ in range(4)]
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+            for user in ("one", "two"):
+                answer = await cluster.complete(max_tokens=90, user=user)
+                assert answer.json()["error"]["code"] == "poisonous_request"
+            assert len(deaths) == 3
 
     async def test_a_registry_that_does_not_answer_keeps_no_replay_waiting(self, clusters: ClusterFactory) -> None:
         class Away(Memory):

@@ -323,7 +323,7 @@ class TestStrangers:
         targets = [fleet.target("large"), fleet.target("large", "larger")]
         async with fleet.open(clusters, targets) as cluster:
             environment = cluster.service.environment
-            digest = prompt_digest("large", fleet.tokenizers["large"].encode("import"), None)
+            digest = prompt_digest(None, "large", fleet.tokenizers["large"].encode("import"), None)
             environment.losses.poison.convict(digest, environment.now_s())
             answers = [await cluster.complete(model=name, max_tokens=8) for name in ("large", "larger")]
         assert [answer.status_code for answer in answers] == [503, 200]

@@ -55,6 +55,7 @@ class Replica:
 
     Generate: Any = Coordinator.Generate
     ListModels: Any = Coordinator.ListModels
+    Authenticate: Any = Coordinator.Authenticate
     _failing: Any = Coordinator._failing
 
 

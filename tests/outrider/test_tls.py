@@ -11,6 +11,10 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import ExtensionOID, NameOID
 
 from outrider.errors import ConfigurationError
 from outrider.security import watched_files
@@ -24,6 +28,7 @@ from outrider.security.tls import (
     TlsFiles,
     check_role,
     check_worker_id,
+    names_of_certificate,
     worker_name,
 )
 
@@ -116,6 +121,65 @@ async def test_a_call_is_for_the_roles_that_may_make_it(
             assert b"x" in await call(dialer, address, method)
         else:
             assert await code_of(dialer, address, method=method) is grpc.StatusCode.PERMISSION_DENIED
+
+
+def other_names() -> dict[str, tuple[x509.Name, list[x509.GeneralName]]]:
+    """Subjects and alternative names that are nearly a coordinator's, each with another fault."""
+    name, of_draft = Role.COORDINATOR.value, x509.DNSName(Role.DRAFT.value)
+    nobody = x509.Name([])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    return {
+        "an e-mail address": (nobody, [x509.RFC822Name(name), of_draft]),
+        "an address of the web": (nobody, [x509.UniformResourceIdentifier(name), of_draft]),
+        "a directory name": (nobody, [x509.DirectoryName(subject), of_draft]),
+        "a registered id": (nobody, [x509.RegisteredID(NameOID.COMMON_NAME), of_draft]),
+        "a NUL": (nobody, [x509.DNSName(f"{name}\0.example.com"), of_draft]),
+        "a NUL before it": (nobody, [x509.DNSName(f"example.com\0{name}"), of_draft]),
+        "a final dot": (nobody, [x509.DNSName(f"{name}."), of_draft]),
+        "a blank": (nobody, [x509.DNSName(f"{name} "), of_draft]),
+        "capitals": (nobody, [x509.DNSName(name.upper()), of_draft]),
+        "a wildcard": (nobody, [x509.DNSName(f"*.{name.partition('.')[2]}"), of_draft]),
+        "a name below": (nobody, [x509.DNSName(f"x.{name}"), of_draft]),
+        "the subject": (subject, [of_draft]),
+        "the subject alone": (subject, []),
+        "several in one": (nobody, [x509.DNSName(f"{name},{name}"), of_draft]),
+    }
+
+
+def issue_named(authority: CertificateAuthority, folder: Path, subject: x509.Name, names: list[Any]) -> None:
+    """Writes a certificate with these names, which `CertificateAuthority.issue` would not make."""
+    authority.issue(folder, Role.DRAFT, valid_for=DAY)  # its key and the authority
+    key: Any = load_pem_private_key((folder / "tls.key").read_bytes(), None)
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(authority.certificate.subject, subject, key.public_key(), 1, now - DAY, now + DAY)
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    certificate = builder.sign(authority.private_key, SHA256())
+    (folder / "tls.crt").write_bytes(certificate.public_bytes(Encoding.PEM))
+
+
+@pytest.mark.parametrize("fault", other_names())
+async def test_a_role_is_a_dns_name_letter_for_letter_and_nothing_else(
+    authority: CertificateAuthority, tmp_path: Path, fault: str
+) -> None:
+    """Found: gRPC lists names of every kind, as far as their first NUL, and so did we."""
+    issue_named(authority, tmp_path / "other", *other_names()[fault])
+    async with serving(TlsFiles(folder_of(authority, tmp_path, Role.TARGET))) as address:
+        dialer = Dialer(TlsFiles(tmp_path / "other"))
+        assert await code_of(dialer, address) is grpc.StatusCode.PERMISSION_DENIED
+        # What else the certificate names counts as ever.
+        if len(other_names()[fault][1]) > 1:
+            assert await call(dialer, address, STREAM) == b"x"
+
+
+@pytest.mark.parametrize("value", [b"", b"\x30", b"\x30\x05\x82\xff", b"\x04\x01x"], ids=bytes.hex)
+def test_a_certificate_whose_names_cannot_be_read_has_none(authority: CertificateAuthority, value: bytes) -> None:
+    key, now = authority.private_key, datetime.datetime.now(datetime.UTC)
+    name = authority.certificate.subject
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now - DAY, now + DAY)
+    names = x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, value)
+    certificate = builder.add_extension(names, critical=False).sign(key, SHA256())
+    assert names_of_certificate(certificate.public_bytes(Encoding.DER)) == frozenset()
 
 
 async def test_a_channel_insists_on_the_name_of_one_worker(authority: CertificateAuthority, tmp_path: Path) -> None:

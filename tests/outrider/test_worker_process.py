@@ -28,6 +28,7 @@ from outrider.addresses import join_address
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.observability.metrics_server import serve_metrics
 from outrider.registry.worker_record import WorkerLoad
+from outrider.security import call_admission
 from outrider.security.certificate_authority import CertificateAuthority
 from outrider.security.tls import Dialer, Role, TlsFiles
 from outrider.worker import worker_process
@@ -44,6 +45,7 @@ from outrider.worker.worker_process import (
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, hints_pb2, target_pb2
 from target_worker import __main__ as target_main
 from tests.ipv6 import needs_ipv6
+from tests.raw_calls import framed, raw_connection
 
 
 class Refusing(draft_pb2_grpc.DraftServicer):
@@ -123,6 +125,7 @@ async def test_a_service_that_is_added_later_is_closed_until_a_rule_names_it(tmp
     options = WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0, tls_dir=tmp_path / "TARGET")
     async with WorkerProcess(options, "target", [], target_main.KIND.permitted) as process:
         process.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("later.Service", handlers),))
+        process._set_health(is_ready=True)
         await process.server.start()
         dialer = Dialer(TlsFiles(tmp_path / "COORDINATOR"))
         async with cast(Any, dialer.open(process.address, Role.TARGET, ())) as channel:
@@ -169,6 +172,7 @@ async def test_an_address_without_a_port_is_announced_with_the_workers_own(host:
 async def test_a_worker_serves_on_ipv6(host: str) -> None:
     options = WorkerOptions(host, 0, None, 0, "w", 1.0, health_port=0, is_insecure=True)
     async with WorkerProcess(options, "draft", []) as process:
+        process._set_health(is_ready=True)
         await process.server.start()
         assert process.address == f"[{host}]:{process.port}"
         for address in [f"[::1]:{process.port}", *([f"127.0.0.1:{process.port}"] if host == "::" else [])]:
@@ -254,6 +258,39 @@ async def becomes(channel: grpc.aio.Channel, status: str) -> None:
     async with asyncio.timeout(10):
         while await health(channel, "") != status:  # noqa: ASYNC110 - it is asked, it does not tell
             await asyncio.sleep(0.02)
+
+
+async def test_a_watcher_that_takes_nothing_holds_up_no_worker() -> None:
+    """Found: gRPC's own service waited for it before the next status, and the worker was never ready, or never
+    drained. Whoever reaches the health port could do it."""
+    options = WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0, health_port=0)
+    async with WorkerProcess(options, "draft", []) as process:
+        await process.listen()
+        address = f"127.0.0.1:{process.health_port}"
+        async with raw_connection(address, window=0) as stranger, grpc.aio.insecure_channel(address) as channel:
+            call = await stranger.begin("/grpc.health.v1.Health/Watch")
+            await stranger.send(call, framed(b""))
+            for is_ready, status in ((True, "SERVING"), (False, "NOT_SERVING")) * 2:
+                process._set_health(is_ready=is_ready)
+                assert await health(channel, "") == status
+
+
+async def test_strangers_with_many_watches_shut_out_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_admission, "OPEN_CALLS_MAX", 4)
+    options = WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0, health_port=0)
+    async with WorkerProcess(options, "draft", []) as process:
+        await process.listen()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.health_port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            watches = []
+            for _ in range(12):
+                watches.append(stub.Watch(health_pb2.HealthCheckRequest(), timeout=20))
+                assert (await watches[-1].read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await health(channel, LIVENESS) == "SERVING"
+            codes = [await watch.code() for watch in watches[:9]]
+            assert set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            process._set_health(is_ready=True)
+            assert (await watches[-1].read()).status == health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.mark.thorough

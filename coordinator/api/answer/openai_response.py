@@ -292,7 +292,7 @@ def sse(content: dict[str, Any]) -> str:
 def error_body(error: OutriderError) -> dict[str, Any]:
     """Builds OpenAI's error body. `param` names the parameter if the error is about one."""
     parameter = error.parameter if isinstance(error, InvalidRequest | NotFound | Conflict) else None
-    return {"error": {"message": error.message, "type": error.error_type, "param": parameter, "code": error.code}}
+    return {"error": {"message": error.told, "type": error.error_type, "param": parameter, "code": error.code}}
 
 
 def _detail(outputs: Sequence[VisibleOutput]) -> dict[str, Any]:

@@ -23,4 +23,4 @@ def has_anthropic_errors(path: str) -> bool:
 def anthropic_error(error: OutriderError, request_id: str, status: int | None = None) -> dict[str, Any]:
     """Builds Anthropic's error body. `status` is the answer's, the error's own if it is left out."""
     kind = _TYPES.get(status or error.http_status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    return {"type": "error", "error": {"type": kind, "message": error.told}, "request_id": request_id}

@@ -5,8 +5,9 @@ The host gives a call that raises the status of its error.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from grpc_health.v1 import health_pb2
@@ -15,9 +16,14 @@ from coordinator.access.api_keys import ANYBODY, Scope
 from coordinator.api.grpc import grpc_api
 from coordinator.api.grpc.grpc_ingress import Pace
 from coordinator.intake.generation_request import Origin
+from coordinator.intake.request_limit import RequestLimit
 from coordinator.service.generation_service import GenerationService
+from outrider.errors import OutriderError
 from outrider.observability.tracing import TRACEPARENT
+from outrider.security.call_admission import Admission, Read
 from protos.outrider.v1 import generation_pb2
+
+_log = logging.getLogger(__name__)
 
 Metadata = Iterable[tuple[str, Any]] | None
 
@@ -42,6 +48,25 @@ class GrpcCalls:
         """Serves Generation.ListModels. Raises Unauthenticated, Forbidden or Unavailable."""
         return grpc_api.list_models(self._service, (await self._origin(metadata)).caller)
 
+    def admission(self, limit: RequestLimit) -> Admission:
+        """Authenticates each call and counts it among the requests of the process, before its message is read."""
+
+        @asynccontextmanager
+        async def admission(context: Any, read: Read) -> AsyncGenerator[Any]:
+            with ExitStack() as stack:
+                with self.counted():
+                    caller = (await self._origin(context.invocation_metadata())).caller
+                    arriving = stack.enter_context(limit.entered(caller.tenant))
+                    with arriving():  # its bytes are bounded by the number of messages
+                        request = await read()
+                yield request
+
+        return admission
+
+    async def authenticate(self, metadata: Metadata) -> None:
+        """Raises Unauthenticated, Forbidden or Unavailable for a caller that may not ask."""
+        await self._origin(metadata)
+
     def readiness(self) -> health_pb2.HealthCheckResponse:
         """Tells whether a target worker is usable."""
         status = health_pb2.HealthCheckResponse
@@ -49,12 +74,16 @@ class GrpcCalls:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts an error that ends the call."""
+        """Counts an error that ends the call. One that is no OutriderError is a defect of ours: it is logged, and its
+        text is for nobody else."""
         try:
             yield
         except Exception as error:
             self._service.count_failure(error)
-            raise
+            if isinstance(error, OutriderError):
+                raise
+            _log.exception("a call over gRPC failed", exc_info=error)
+            raise OutriderError("internal error; the log has it") from None
 
     async def _origin(self, metadata: Metadata) -> Origin:
         """Authenticates a call by its metadata. Raises Unauthenticated, Forbidden or Unavailable."""

@@ -1,7 +1,8 @@
 """Registers grpc.health.v1.Health with gRPC servers, for kubelet, load balancers and gRPC's own clients.
 
 `""` and `outrider.v1.Generation` are SERVING while at least one target worker is usable, as `/health` says over HTTP,
-and NOT_SERVING while none is and while this replica or proxy leaves. `liveness` is always SERVING. No key is asked for.
+and NOT_SERVING while none is and while this replica or proxy leaves. `liveness` is always SERVING. No key is asked for,
+so the number of calls is bounded, and one too many ends the oldest of the client that has most (`OpenCalls`).
 
 Serve's servers ask a replica through Serve, as for any call: behind HAProxy that is the replica itself, and Serve's own
 proxy chooses one. One question at a time is asked for all callers, whose number may be large, so that they cost the
@@ -21,7 +22,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from coordinator.api.grpc.grpc_ingress import Unreadable, read_or_report
+from coordinator.api.grpc.grpc_ingress import Question, Unreadable, client_address, is_replica, read_or_report
+from outrider.security.call_admission import OpenCalls, admitted
 
 SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 READINESS: Final = ("", "outrider.v1.Generation")
@@ -30,8 +32,6 @@ FRESH_S: Final = 1.0
 """How old the known state may be before a caller waits for a new one; watches look as often."""
 ANSWER_MAX_S: Final = 2.0
 """A replica that does not answer for so long is not ready."""
-WATCHES_MAX: Final = 256
-"""Watches at once, per server."""
 WATCH_MAX_S: Final = 1800.0
 """A client may have left without notice; one that has not watches again."""
 _SERVES_ITSELF: Final = "/ray.serve.RayServeAPIService/Healthz"
@@ -50,11 +50,12 @@ def add_HealthServicer_to_server(servicer: Any, server: Any) -> None:
         return handler
 
     server.add_passthrough_service(SERVICE)  # else Serve would send its calls to a replica
-    add_health(server, ask(_SERVES_ITSELF), ask(f"/{SERVICE}/Check"))
+    calls = OpenCalls(client_address if is_replica() else None)
+    add_health(server, ask(_SERVES_ITSELF), ask(f"/{SERVICE}/Check"), calls)
 
 
-def add_health(server: Any, is_here: Ask, is_ready: Ask) -> None:
-    """Registers the service with any server; the two answer the questions of `Health`."""
+def add_health(server: Any, is_here: Ask, is_ready: Ask, calls: OpenCalls) -> None:
+    """Registers the service with any server; `is_here` and `is_ready` answer the questions of `Health`."""
     health = Health(is_here=is_here, is_ready=is_ready)
     codec = {
         "request_deserializer": read_or_report(health_pb2.HealthCheckRequest.FromString),
@@ -64,6 +65,7 @@ def add_health(server: Any, is_here: Ask, is_ready: Ask) -> None:
         "Check": grpc.unary_unary_rpc_method_handler(health.check, **codec),
         "Watch": grpc.unary_stream_rpc_method_handler(health.watch, **codec),
     }
+    methods = {name: admitted(method, calls.admission) for name, method in methods.items()}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
 
@@ -84,7 +86,6 @@ class Health:
     is_ready: Ask
     watch_max_s: float = WATCH_MAX_S
     fresh_s: float = FRESH_S
-    _num_watches: int = 0
     _looked_s: float = field(default=float("-inf"))
     _look: asyncio.Task[State] | None = None
 
@@ -99,20 +100,12 @@ class Health:
     async def watch(self, request: Any, context: Any) -> None:
         """Serves Health.Watch: the status now, and whenever it changes."""
         service = await _readable(request, context)
-        if self._num_watches >= WATCHES_MAX:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{WATCHES_MAX} clients watch already, the most that may; call Check instead",
-            )
-        self._num_watches += 1
         try:
             async with asyncio.timeout(self.watch_max_s):
                 await self._send_changes(service, context)
             why = "this server is leaving; watch again"
         except TimeoutError:
             why = f"a watch lasts {self.watch_max_s:g} s at most; watch again"
-        finally:
-            self._num_watches -= 1
         await context.abort(grpc.StatusCode.UNAVAILABLE, why)
 
     async def _send_changes(self, service: str, context: Any) -> None:
@@ -147,11 +140,11 @@ class Health:
     async def _ask(self) -> State:
         try:
             async with asyncio.timeout(ANSWER_MAX_S):
-                here = _Question()
+                here = Question()
                 await self.is_here(health_pb2.HealthCheckRequest(), here)
                 if not here.is_answered:
                     return State(is_ready=False, is_leaving=True)
-                question = _Question()
+                question = Question()
                 answer = await self.is_ready(health_pb2.HealthCheckRequest(), question)
         except TimeoutError:
             return State(is_ready=False)
@@ -163,49 +156,3 @@ async def _readable(request: Any, context: Any) -> str:
     if isinstance(request, Unreadable):
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.cause)
     return str(request.service)
-
-
-class _Question:
-    """The context of a call that no client has made; Serve writes its outcome here."""
-
-    def __init__(self) -> None:
-        self._code: Any = None
-        self._details = ""
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether the call has succeeded."""
-        return self._code in (None, grpc.StatusCode.OK)
-
-    def code(self) -> Any:
-        return self._code
-
-    def details(self) -> str:
-        return self._details
-
-    def set_code(self, code: Any) -> None:
-        self._code = code
-
-    def set_details(self, details: str) -> None:
-        self._details = details
-
-    def peer(self) -> str:
-        return ""
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-    def trailing_metadata(self) -> tuple[()]:
-        return ()
-
-    def set_trailing_metadata(self, metadata: Any) -> None:
-        """Serve's id of the request is for nobody."""
-
-    def auth_context(self) -> dict[str, Any]:
-        return {}
-
-    def peer_identities(self) -> None:
-        return None
-
-    def peer_identity_key(self) -> None:
-        return None

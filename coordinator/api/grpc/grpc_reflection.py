@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from coordinator.api.grpc.grpc_ingress import Unreadable, read_or_report
+from outrider.security.call_admission import OpenCalls, admitted
 from protos.outrider.v1 import common_pb2, generation_pb2
 
 SERVICES: Final = tuple(f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha"))
@@ -40,6 +41,7 @@ def add_reflection(server: Any) -> None:
         request_deserializer=read_or_report(reflection_pb2.ServerReflectionRequest.FromString),
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
+    method = admitted(method, OpenCalls().admission)
     for name in SERVICES:
         handler = grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method})
         server.add_generic_rpc_handlers((handler,))

@@ -6,10 +6,9 @@ clients that do not read.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -19,12 +18,11 @@ from coordinator.api.grpc.grpc_health import add_health
 from coordinator.api.grpc.grpc_ingress import MESSAGE_BYTES_MAX, add_generation, readable, readable_stream, timed
 from coordinator.api.grpc.grpc_reflection import add_reflection
 from coordinator.intake.request_limit import RequestLimit
-from outrider.errors import OutriderError
+from outrider.security.call_admission import READING_OPTIONS, OpenCalls
 from protos.outrider.v1 import generation_pb2
 
-_log = logging.getLogger(__name__)
-
 _OPTIONS: Final = (
+    *READING_OPTIONS,
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),  # two coordinators on one port would share its connections at random
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -51,8 +49,8 @@ def make_server(
     async def is_ready(_: Any, __: Any) -> bytes:
         return calls.readiness().SerializeToString()
 
-    add_generation(_Servicer(calls, limit), server)
-    add_health(server, is_here, is_ready)
+    add_generation(_Servicer(calls), server, calls.admission(limit))
+    add_health(server, is_here, is_ready, OpenCalls())
     if has_reflection:
         add_reflection(server)
     return server
@@ -61,34 +59,18 @@ def make_server(
 class _Servicer:
     """The methods of outrider.v1.Generation as grpc.aio calls them."""
 
-    def __init__(self, calls: GrpcCalls, limit: RequestLimit) -> None:
-        self._calls, self._limit = calls, limit
+    def __init__(self, calls: GrpcCalls) -> None:
+        self._calls = calls
         self.Generate = readable_stream(timed(self._generate, lambda: calls.pace))
         self.ListModels = readable(self._list_models)
 
     async def _generate(self, request: generation_pb2.GenerationRequest, context: Any) -> AsyncGenerator[Any]:
-        try:
-            with self._calls.counted():
-                chunks = await self._calls.generate(request, context.invocation_metadata())
-                async with aclosing(chunks):
-                    with self._limit.entered():
-                        async for chunk in chunks:
-                            yield chunk
-        except Exception as error:
-            await _abort(context, error)
+        with self._calls.counted():
+            chunks = await self._calls.generate(request, context.invocation_metadata())
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
 
     async def _list_models(self, _: Any, context: Any) -> generation_pb2.ListModelsResponse:
-        try:
-            with self._calls.counted(), self._limit.entered():
-                return await self._calls.list_models(context.invocation_metadata())
-        except Exception as error:
-            await _abort(context, error)
-
-
-async def _abort(context: Any, error: Exception) -> NoReturn:
-    """Ends a call with the status of the error that ended it; one that is no OutriderError is a defect of ours."""
-    if not isinstance(error, OutriderError):
-        _log.exception("a call over gRPC failed", exc_info=error)
-        error = OutriderError("internal error; the log has it")
-    await context.abort(grpc.StatusCode[error.grpc_code], error.message)
-    raise AssertionError("abort raises")
+        with self._calls.counted():
+            return await self._calls.list_models(context.invocation_metadata())

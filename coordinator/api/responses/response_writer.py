@@ -75,9 +75,9 @@ class ResponsesWriter(SingleAnswer):
     def failure(self, error: OutriderError) -> str:
         """Writes the events of an error that ends the stream."""
         parameter = error.parameter if isinstance(error, InvalidRequest) else None
-        about = {"code": error.code or error.error_type, "message": error.message}
+        about = {"code": error.code or error.error_type, "message": error.told}
         code = {InvalidRequest: "invalid_prompt", Overloaded: "rate_limit_exceeded"}.get(type(error), "server_error")
-        body = self._response("failed") | {"error": {"code": code, "message": error.message}}
+        body = self._response("failed") | {"error": {"code": code, "message": error.told}}
         return self._written({"type": "error", **about, "param": parameter}) + self._written(
             {"type": "response.failed", "response": body}
         )

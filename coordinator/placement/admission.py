@@ -179,7 +179,7 @@ class Admission:
                     self.leave(request.model, slot)
                 return True
             if slot is not None or (not offer.ranked and request.is_hopeless()):
-                model_queue.slots.queue.remove(request.ticket)
+                model_queue.slots.forget(request)
                 answer.set_result(slot)
                 return True
             round_.found_full(offer)

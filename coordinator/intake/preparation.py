@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
@@ -57,14 +57,22 @@ class RequestPreparation:
         self._chance = chance
 
     async def prepare(
-        self, request: GenerationInput, served: ServedModel, model: str, targets: Sequence[WorkerRecord]
+        self,
+        request: GenerationInput,
+        served: ServedModel,
+        model: str,
+        targets: Sequence[WorkerRecord],
+        charge: Callable[[int], Awaitable[None]],
     ) -> GenerationSpec:
         """Prepares a request, checked by `check_input`, for any of `targets` (at least 1), which serve `served` under
-        the name `model`. Raises InvalidRequest."""
+        the name `model`. `charge` is told the tokens of the prompt before they cost more work. Raises InvalidRequest,
+        and as `charge`."""
         vocab_size = min(target.vocab_size for target in targets)
         request.sampling.check_vocabulary(vocab_size)
         max_model_len = max(target.max_model_len for target in targets)
         prompt_token_ids = truncated(request, await self.tokenize(request, served.tokenizer), max_model_len)
+        # Shared computation counts for each sequence: as many contexts take up room. What is too long is refused next.
+        await charge(min(len(prompt_token_ids), max_model_len) * (request.best_of or request.n))
         max_tokens = fit_to_context(request, prompt_token_ids, max_model_len=max_model_len, vocab_size=vocab_size)
         request = await self._with_closed_schema(request)
         plan = _plan(request, served, prompt_token_ids)

@@ -109,6 +109,7 @@ async def generate(
 ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
     """Serves Generation.Generate; fills the request. Raises OutriderError, whose `grpc_code` names the status."""
     arrival_s, threads = service.environment.now_s(), service.threads
+    await service.admit(origin.caller, may_have_begun=bool(request.resume_from))
     fill_defaults(request)
     points, recollection = _read_position(request), None
     claim = Claim.of(request.run, points, "run")
@@ -119,6 +120,8 @@ async def generate(
         if is_by_id:
             request = _begun_as(request.request_id, recollection.entry)
     has_begun = recollection is not None and recollection.has_begun(claim)
+    if recollection is not None and not has_begun:
+        await service.check_new(origin.caller)
     with hiding_model(request.request_id, origin.caller) if is_by_id else nullcontext():
         spec = await service.prepare(read_request(request, origin), has_begun=has_begun)
     resumption = None

@@ -74,6 +74,7 @@ class GenerationCalls:
 
     async def resume(self, request: Request, request_id: str) -> Response:
         """Resumes a broken stream after the event that `Last-Event-ID` names, or from its start without one."""
+        await self._service.admit(caller_of(request), may_have_begun=True)
         recollection = await self._service.streams.look_up(request_id, caller_of(request))
         entry = recollection.entry
         assert entry is not None
@@ -86,8 +87,7 @@ class GenerationCalls:
     async def _generate(self, request: Request, kind: Kind) -> Response:
         # The header proves nothing: `_answer` looks up whether the stream has begun, and checks it if not.
         # A resumed stream may owe more than a new request.
-        if LAST_EVENT_HEADER not in request.headers:
-            self._service.environment.limits.rates.check(caller_of(request))
+        await self._service.admit(caller_of(request), may_have_begun=LAST_EVENT_HEADER in request.headers)
         return await self._answer(request, kind, await read_body(request))
 
     async def _answer(
@@ -111,6 +111,8 @@ class GenerationCalls:
         if claim is not None and recollection is None:  # only the tokens are missing
             recollection = await service.streams.recall(first.request_id, first.origin.caller)
         has_begun = recollection is not None and recollection.has_begun(claim)
+        if not has_begun and (recollection is not None or LAST_EVENT_HEADER in request.headers):
+            await service.check_new(caller_of(request))
         with renamed_errors(asked.names):
             spec = await service.prepare(first, has_begun=has_begun)
         request.state.request_id = spec.request.request_id
@@ -131,8 +133,10 @@ class GenerationCalls:
     async def _answer_each(
         self, request: Request, asked: Asked, inputs: Sequence[GenerationInput], arrival_s: float
     ) -> Response:
-        """Answers a request with several prompts."""
+        """Answers a request with several prompts, of which each counts as a request."""
         specs: list[GenerationSpec] = []
+        for _ in inputs[1:]:
+            await self._service.admit(caller_of(request))
         for each in inputs:
             specs.append(await self._service.prepare(each))
             await asyncio.sleep(0)  # short prompts are tokenized here, without a pause for others

@@ -101,9 +101,9 @@ class _Lane:
 
         A ticket of both goes where it comes first.
         """
-        first = bisect_right(self.by_due, (now_s, math.inf), key=_by_due)  # before it, the time is over
         yield ((each.patient_until_s, each.arrival, each) for each in self.by_arrival)
-        yield ((each.due_s, each.arrival, each) for each in map(self.by_due.__getitem__, range(first, len(self.by_due))))
+        due = range(bisect_right(self.by_due, (now_s, math.inf), key=_by_due), len(self.by_due))
+        yield ((each.due_s, each.arrival, each) for each in map(self.by_due.__getitem__, due))
 
 
 @dataclass(slots=True)
@@ -217,9 +217,7 @@ class FairQueue:
         """The next tickets, at most `limit`, as of now; without `now_s` no ticket is due at any time."""
         return list(itertools.islice(self.ordered(now_s), limit))
 
-    def ordered(
-        self, now_s: float, is_closed: Callable[[Hashable], bool] = lambda lane: False
-    ) -> Iterator[Ticket]:
+    def ordered(self, now_s: float, is_closed: Callable[[Hashable], bool] = lambda lane: False) -> Iterator[Ticket]:
         """Yields the tickets in their order as of now, without those in closed lanes. None may come or leave
         meanwhile."""
         lanes, priority = {lane for lane in self._priorities_in if not is_closed(lane)}, -math.inf

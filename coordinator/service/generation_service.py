@@ -131,7 +131,7 @@ class GenerationService:
             self._stack.push_async_callback(self._quick_registry.close)
         if registry is None and self._injected_snapshot is None:
             for model in environment.models.current().models:
-                await self.threads.run(model.grammars.load)
+                await self.threads.of(None).run(model.grammars.load)
             registry = redis = Registry(environment.settings.redis_url)
             self._stack.push_async_callback(redis.close)
             if environment.settings.uses_priors:
@@ -215,9 +215,9 @@ class GenerationService:
         return caller
 
     async def prepare(self, request: GenerationInput, *, has_begun: bool = False) -> GenerationSpec:
-        """Checks and tokenizes an admitted request. Raises InvalidRequest, NotFound for the model, Unavailable without a
-        target, Forbidden for another tenant's name or priority, Overloaded if its tenant has used up its limits, or if
-        it would wait too long and has not begun."""
+        """Checks and tokenizes a request after `admit`. Raises InvalidRequest, NotFound for the model, Unavailable
+        without a target, Forbidden for another tenant's name or priority, Overloaded if its tenant has used up its
+        limits, or if it would wait too long and has not begun."""
         environment, caller = self.environment, request.origin.caller
         request = _on_behalf_of_its_caller(request)
         check_input(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -128,8 +129,7 @@ def test_requests_that_reach_the_queue_late_have_a_turn_and_pass_nobody_of_their
 ) -> None:
     queue = FairQueue()
     for tenant, since_s, due_s in arrivals:
-        due = {} if due_s is None else {"due_s": due_s}
-        queue.push(Ticket(tenant=tenant, since_s=since_s, **due))
+        queue.push(Ticket(tenant=tenant, since_s=since_s, due_s=math.inf if due_s is None else due_s))
     found = queue.in_order(now_s=now_s)
     assert len(set(found)) == len(arrivals)
     for tenant in "abcd":

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from coordinator.placement.fair_queue import Ticket
+from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.reservations import Reservations
 from coordinator.placement.routing import Router
-from coordinator.placement.slot_queue import Offer, PlacementRequest, Round, Slot, SlotQueue
+from coordinator.placement.slot_queue import Offer, Round, Slot, SlotQueue
 from outrider.concurrency.background import end_tasks
 from outrider.errors import Overloaded
 

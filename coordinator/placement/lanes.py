@@ -14,14 +14,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from coordinator.placement.fair_queue import Siblings
+from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.slot_search import Restrictions, SlotSearch
 from outrider.registry.worker_record import WorkerRecord
-
-if TYPE_CHECKING:
-    from coordinator.placement.slot_queue import PlacementRequest
 
 LENGTHS_MAX: Final = 16
 """Most context lengths of targets that separate lanes."""

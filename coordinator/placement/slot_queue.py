@@ -15,12 +15,13 @@ Reserving a slot takes time and happens elsewhere: `Round.next` names the reques
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from coordinator.placement.fair_queue import URGENT, FairQueue, Ticket
+from coordinator.placement.fair_queue import FairQueue, Ticket
 from coordinator.placement.lanes import Lane, Lanes
+from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.routing import Router
 from coordinator.placement.slot_search import Restrictions, SlotSearch
 from outrider.concurrency.turnover import Turnover, retry_after_s
@@ -30,28 +31,6 @@ from outrider.sampling_params import BACKGROUND_PRIORITY
 
 URGENT_WAIT_S: Final = 1.0
 """Longest wait of a sequence that has begun, before it chooses again: targets that it had left may be possible then."""
-
-
-@dataclass(slots=True, eq=False)
-class PlacementRequest:
-    """A sequence that needs a slot."""
-
-    model: str
-    ticket: Ticket
-    rank: Callable[[], Sequence[WorkerRecord]]  # targets as of now, the one to take first in front
-    is_hopeless: Callable[[], bool]  # whether waiting is useless if `rank` names no target
-    token: str  # of its reservation, unique
-    since_s: float  # since when it needs one
-    deadline_s: float
-    # Together with the live workers these determine `rank()`: the length in tokens, and other restrictions.
-    num_tokens: int
-    restrictions: Callable[[], Restrictions]
-    is_background: bool = False  # it leaves slots of each target free, and makes room for others
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether the sequence has begun."""
-        return self.ticket.priority == URGENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What waits for several owners: that of each stream in order, an owner's streams in turns, and owners in turns.
+"""Queue of several owners: items of a stream leave in order, an owner's streams take turns, and so do the owners.
 
 An owner is a peer that sends events to a worker's core, or a tenant whose requests cost work. It may have as much
 waiting as is still free. So one that floods takes half of the room at most, two take a third each, and one with little
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -57,12 +57,13 @@ class RoundRobin(Generic[ItemT]):
             self._num_items += 1
             return True
 
-    def take(self) -> ItemT | None:
-        """Removes and returns the next item; None when there is none."""
+    def take(self, rank: Callable[[Hashable], int] | None = None) -> ItemT | None:
+        """Removes and returns the next item; None when there is none. Owners of the lowest `rank` go first."""
         with self._lock:
             if not self._owners:
                 return None
-            owner = next(iter(self._owners))
+            # `min` returns the first of several that are alike.
+            owner = next(iter(self._owners)) if rank is None else min(self._owners, key=rank)
             waiting = self._owners.pop(owner)
             stream = next(iter(waiting.streams))
             queue = waiting.streams.pop(stream)

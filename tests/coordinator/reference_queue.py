@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from coordinator.placement.fair_queue import OUTPUT_TOKEN_PRICE, URGENT, Ticket
-from coordinator.placement.slot_queue import PlacementRequest
+from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.slot_search import SlotSearch
 from outrider.objective import Turn, by_due
 from outrider.registry.worker_record import WorkerRecord

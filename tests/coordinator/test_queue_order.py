@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from coordinator.placement.fair_queue import URGENT, FairQueue, Siblings, Ticket
+from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.routing import Router
-from coordinator.placement.slot_queue import PlacementRequest, Round, SlotQueue
+from coordinator.placement.slot_queue import Round, SlotQueue
 from outrider.objective import PATIENCE_S
 from outrider.registry.worker_record import WorkerRecord
 from tests.coordinator.reference_queue import ReferenceQueue, reference_pass

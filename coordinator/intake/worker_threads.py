@@ -71,14 +71,11 @@ class WorkerThreads:
 
     def submit(self, tenant: str | None, num_chars: float, work: Callable[[], ResultT]) -> Future[ResultT]:
         """Has `work` done in a thread when its turn comes, unless the future is cancelled before."""
+        future: Future[ResultT] = Future()
         with self._lock:
             self._num_pending[tenant] += 1
-        try:
-            future = (self._short if num_chars <= SHORT_CHARS else self._long).submit(tenant, work)
-        except BaseException:
-            self._forget(tenant)
-            raise
         future.add_done_callback(lambda _: self._forget(tenant))
+        (self._short if num_chars <= SHORT_CHARS else self._long).submit(tenant, future, work)
         return future
 
     def _forget(self, tenant: str | None) -> None:
@@ -119,12 +116,14 @@ class _Pool:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._waiting = RoundRobin[tuple[Future[Any], Callable[[], Any]]]()
 
-    def submit(self, tenant: str | None, work: Callable[[], ResultT]) -> Future[ResultT]:
-        future: Future[ResultT] = Future()
+    def submit(self, tenant: str | None, future: Future[ResultT], work: Callable[[], ResultT]) -> None:
         self._waiting.put(tenant, future, (future, work))
         future.add_done_callback(lambda _: self._waiting.forget(tenant, future))  # it may be cancelled
-        self._executor.submit(self._do_next)
-        return future
+        try:
+            self._executor.submit(self._do_next)
+        except BaseException:
+            future.cancel()
+            raise
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

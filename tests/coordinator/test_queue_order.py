@@ -154,9 +154,10 @@ class Fleet:
         self.requests.append(request)
 
     def begin(self, siblings: Siblings) -> None:
-        """One of the request's sequences takes a slot without waiting for it."""
-        offer = self.slots.offer(self._request(1, siblings, "e"), 0.0)
-        self.slots.take(offer, self.workers[0], 0.0)
+        """One of the request's sequences takes a slot without waiting for it, and leaves it soon."""
+        slot = self.slots.take(self.slots.offer(self._request(1, siblings, "e"), 0.0), self.workers[0], 0.0)
+        assert slot is not None
+        self.slots.leave(slot, 0.0)
 
     def _request(self, num_tokens: int, siblings: Siblings, tenant: str) -> PlacementRequest:
         def restrictions() -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.placement.fair_queue import URGENT, Ticket
 from coordinator.placement.slot_search import Restrictions
@@ -25,6 +25,7 @@ class PlacementRequest:
     num_tokens: int
     restrictions: Callable[[], Restrictions]
     is_background: bool = False  # it leaves slots of each target free, and makes room for others
+    entry: int = field(default=0, init=False)  # counts up with each time that one enters the queue
 
     @property
     def is_urgent(self) -> bool:

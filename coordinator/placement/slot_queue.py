@@ -23,7 +23,7 @@ from coordinator.placement.fair_queue import FairQueue, Ticket
 from coordinator.placement.lanes import Lane, Lanes
 from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.routing import Router
-from coordinator.placement.slot_search import Restrictions, SlotSearch
+from coordinator.placement.slot_search import SlotSearch
 from outrider.concurrency.turnover import Turnover, retry_after_s
 from outrider.errors import DeadlineExceeded, Overloaded, Unavailable
 from outrider.registry.worker_record import WorkerRecord
@@ -67,6 +67,7 @@ class SlotQueue:
         self.turnover = Turnover()
         self.lanes = Lanes()
         self.waiting: dict[Ticket, PlacementRequest] = {}
+        self.num_entries = 0  # of the queue, so far
         self.num_held = 0  # slots, without those of background sequences
 
     def __len__(self) -> int:
@@ -92,6 +93,7 @@ class SlotQueue:
             if now_s >= until_s:
                 raise self.timeout_error(request, now_s)
             self._check_wait(request.ticket, until_s - now_s, is_deadline=until_s == request.deadline_s)
+        request.entry = self.num_entries = self.num_entries + 1
         self._enter(request)
         return until_s
 
@@ -196,8 +198,8 @@ class Round:
 
     def __init__(self, slots: SlotQueue) -> None:
         self._slots = slots
+        self._last_entry = slots.num_entries  # those that come later are for the next pass, so that this one ends
         self._search = SlotSearch()
-        self._restrictions: Restrictions = frozenset()  # of the request that was offered last
         for lane in slots.lanes.of_one_request():
             while (first := slots.lanes.first(lane)) is not None and slots.change_lane(first):
                 pass  # and so do its siblings
@@ -207,7 +209,6 @@ class Round:
         slots = self._slots
         while (request := self._first(now_s)) is not None:
             if not slots.change_lane(request):
-                self._restrictions = lane_of(request).restrictions
                 return slots.offer(request, now_s, self._search)
         return None
 
@@ -215,13 +216,16 @@ class Round:
         slots, search = self._slots, self._search
         for ticket in slots.queue.ordered(now_s, lambda lane: slots.lanes.is_in_vain(cast(Lane, lane), search)):
             request = slots.waiting[ticket]
-            if not search.is_in_vain(request.num_tokens, lane_of(request).restrictions):
+            is_in_vain = search.is_in_vain(request.num_tokens, lane_of(request).restrictions)
+            if not is_in_vain and request.entry <= self._last_entry:
                 return request
         return None
 
     def found_full(self, offer: Offer) -> None:
         """Records that no target of the request had a slot."""
-        slots, restrictions = self._slots, self._restrictions
+        slots, restrictions = self._slots, offer.request.restrictions()
+        if offer.request.ticket in slots.waiting:  # they may have changed meanwhile
+            slots.change_lane(offer.request)
         self._search.found_full(offer.request.num_tokens, restrictions, offer.ranked)
         while (shortest := slots.lanes.shortest(restrictions)) is not None:
             if not slots.change_lane(shortest):

@@ -1,4 +1,4 @@
-"""A sequence that needs a slot at a target."""
+"""A sequence that needs a slot at a target. Pure."""
 
 from __future__ import annotations
 

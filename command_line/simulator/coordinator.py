@@ -19,8 +19,9 @@ from coordinator.formats.output_format import choose_format
 from coordinator.intake.generation_request import GenerationInput, GenerationSpec
 from coordinator.models.served_model import ServedModel
 from coordinator.placement.fair_queue import Ticket
+from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.routing import Router, WorkerKey, key_of
-from coordinator.placement.slot_queue import Offer, PlacementRequest, Round, Slot, SlotQueue
+from coordinator.placement.slot_queue import Offer, Round, Slot, SlotQueue
 from coordinator.recovery.poison import PoisonRecord, Trials
 from coordinator.recovery.retry_policy import RetryPolicy
 from coordinator.request import sequence_actions as act

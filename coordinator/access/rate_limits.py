@@ -3,9 +3,10 @@
     or:limits:TENANT   hash: requests and tokens left at a time of Redis' clock; expires when it would be full
 
 A bucket has one minute's allowance and fills steadily. A request is admitted while both buckets of its tenant have at
-least 1 left. It pays for itself and its prompt at admission, and for its output as that is generated, shown or not: a
-bucket may go negative, so no output length has to be guessed. A resumed stream pays too, but is admitted while its
-tenant owes less than another minute's allowance. So the first refusal does not end it, and it cannot resume forever.
+least 1 left. It pays for itself on arrival, before any work, so that one that is refused has paid, too; for its prompt
+as soon as its length is known, and for its output as that is generated, shown or not: a bucket may go negative, so no
+output length has to be guessed. A resumed stream pays too, but is admitted while its tenant owes less than another
+minute's allowance. So the first refusal does not end it, and it cannot resume forever.
 
 Without Redis each coordinator applies the limits to the requests it admitted itself.
 """
@@ -37,7 +38,8 @@ _AWAY_S: Final = 2.0  # how long Redis is not asked after it has not answered
 _FLUSH_S: Final = 0.5  # how long output gathers before it is charged
 
 # KEYS: a tenant's bucket. ARGV: requests and tokens per minute (0: no limit), their cost, and the minutes of
-# allowance that may be owed. Returns the time until admission in ms; 0 if it was admitted and charged.
+# allowance that may be owed. Returns the time until admission in ms; 0 if it was admitted and charged. A request that
+# has been counted before, and costs tokens only, needs none left, but must not be owed either.
 _CHARGE: Final = (
     CLOCK_LUA
     + """
@@ -49,7 +51,9 @@ for i, name in ipairs({'requests', 'tokens'}) do
   if limit > 0 then
     local before = tonumber(redis.call('HGET', KEYS[1], name) or limit)
     local now_left = math.min(limit, before + math.max(now - at, 0) * limit / 60000)
-    local missing = 1 - now_left - ARGV[5] * limit
+    local needed = 1
+    if i == 1 and tonumber(ARGV[3]) == 0 then needed = 0 end
+    local missing = needed - now_left - ARGV[5] * limit
     if missing > 0 then wait = math.max(wait, math.ceil(missing * 60000 / limit)) end
     left[i] = now_left - ARGV[i + 2]
     full = math.max(full, math.ceil((limit - left[i]) * 60000 / limit))
@@ -89,8 +93,8 @@ class Bucket:
         self.requests = _refilled(self.requests, limits.requests_per_minute, elapsed_s)
         self.tokens = _refilled(self.tokens, limits.tokens_per_minute, elapsed_s)
         wait_s = max(
-            _wait_s(self.requests, limits.requests_per_minute, minutes_owed_max),
-            _wait_s(self.tokens, limits.tokens_per_minute, minutes_owed_max),
+            _wait_s(min(requests, 1), self.requests, limits.requests_per_minute, minutes_owed_max),
+            _wait_s(1, self.tokens, limits.tokens_per_minute, minutes_owed_max),
         )
         if wait_s > 0:
             return wait_s
@@ -128,12 +132,21 @@ class RateLimits:
         if wait_s > 0 and limits == caller.limits:  # else the key file changed them
             raise _used_up(caller, wait_s)
 
-    async def admit(self, caller: Caller, num_prompt_tokens: int, *, has_begun: bool = False) -> None:
-        """Charges a request and its prompt. Raises Overloaded with the time to retry if the allowance is used up."""
+    async def admit(self, caller: Caller, num_prompt_tokens: int = 0, *, has_begun: bool = False) -> None:
+        """Charges a request on its arrival. Raises Overloaded with the time to retry if the allowance is used up."""
+        await self._admit(caller, 1, num_prompt_tokens, has_begun=has_begun)
+
+    async def charge_prompt(self, caller: Caller, num_prompt_tokens: int, *, has_begun: bool = False) -> None:
+        """Charges the prompt of an admitted request. Raises as `admit`: its tenant's other requests may have used up
+        the allowance meanwhile."""
+        await self._admit(caller, 0, num_prompt_tokens, has_begun=has_begun)
+
+    async def _admit(self, caller: Caller, requests: int, num_prompt_tokens: int, *, has_begun: bool) -> None:
         if not _is_limited(caller):
             return
         assert caller.tenant is not None
-        wait_s = await self._charge(caller.tenant, caller.limits, 1, num_prompt_tokens, BEGUN if has_begun else NEW)
+        owed_max = BEGUN if has_begun else NEW
+        wait_s = await self._charge(caller.tenant, caller.limits, requests, num_prompt_tokens, owed_max)
         if wait_s > 0:
             if not has_begun:
                 self._closed[caller.tenant] = caller.limits, self._now_s() + wait_s
@@ -183,9 +196,9 @@ def _refilled(left: float, limit: float | None, elapsed_s: float) -> float:
     return 0.0 if limit is None else min(limit, left + elapsed_s * limit / MINUTE_S)
 
 
-def _wait_s(left: float, limit: float | None, minutes_owed_max: float) -> float:
-    """Returns the seconds until one request or token is available."""
-    return 0.0 if limit is None else max(1 - left - minutes_owed_max * limit, 0.0) * MINUTE_S / limit
+def _wait_s(needed: float, left: float, limit: float | None, minutes_owed_max: float) -> float:
+    """Returns the seconds until as many requests or tokens are available."""
+    return 0.0 if limit is None else max(needed - left - minutes_owed_max * limit, 0.0) * MINUTE_S / limit
 
 
 def _used_up(caller: Caller, wait_s: float) -> Overloaded:

@@ -61,6 +61,7 @@ class Origin:
     caller: Caller = ANYBODY
     traceparent: str | None = None  # the client's trace
     canary_key: str = ""
+    num_bytes: int = 0  # of its body: what it costs to read and to tokenize
 
 
 NOWHERE: Final = Origin()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
@@ -19,6 +19,7 @@ from coordinator.intake.generation_request import (
     PROMPT_BYTES_MAX,
     GenerationInput,
     GenerationSpec,
+    Origin,
     check_prompt_logprobs,
     effective_sampling,
     fit_to_context,
@@ -26,7 +27,7 @@ from coordinator.intake.generation_request import (
     truncated,
 )
 from coordinator.intake.held_tools import Verdict, held_tools
-from coordinator.intake.worker_threads import WorkerThreads
+from coordinator.intake.worker_threads import TenantThreads, WorkerThreads
 from coordinator.models.served_model import ServedModel
 from coordinator.settings import CoordinatorSettings
 from outrider.errors import InvalidRequest, detached
@@ -45,6 +46,8 @@ ResultT = TypeVar("ResultT")
 _INLINE_BAD_WORDS_MAX: Final = 8
 _INLINE_MESSAGES_MAX: Final = 32
 _INLINE_SCHEMA_CHARS_MAX: Final = 4096
+_CHARS_PER_MESSAGE: Final = 64
+"""Length of a text that takes as long to tokenize as a chat template takes for a message."""
 
 
 class RequestPreparation:
@@ -57,14 +60,22 @@ class RequestPreparation:
         self._chance = chance
 
     async def prepare(
-        self, request: GenerationInput, served: ServedModel, model: str, targets: Sequence[WorkerRecord]
+        self,
+        request: GenerationInput,
+        served: ServedModel,
+        model: str,
+        targets: Sequence[WorkerRecord],
+        charge: Callable[[int], Awaitable[None]],
     ) -> GenerationSpec:
         """Prepares a request, checked by `check_input`, for any of `targets` (at least 1), which serve `served` under
-        the name `model`. Raises InvalidRequest."""
+        the name `model`. `charge` is told the tokens of the prompt before they cost more work. Raises InvalidRequest,
+        and as `charge`."""
         vocab_size = min(target.vocab_size for target in targets)
         request.sampling.check_vocabulary(vocab_size)
         max_model_len = max(target.max_model_len for target in targets)
         prompt_token_ids = truncated(request, await self.tokenize(request, served.tokenizer), max_model_len)
+        # Shared computation counts for each sequence: as many contexts take up room. What is too long is refused next.
+        await charge(min(len(prompt_token_ids), max_model_len) * (request.best_of or request.n))
         max_tokens = fit_to_context(request, prompt_token_ids, max_model_len=max_model_len, vocab_size=vocab_size)
         request = await self._with_closed_schema(request)
         plan = _plan(request, served, prompt_token_ids)
@@ -73,7 +84,11 @@ class RequestPreparation:
             dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, grammar=grammar)),
             max_tokens,
             bad_words=await self._unless_short(
-                len(request.bad_words) <= _INLINE_BAD_WORDS_MAX, _bad_word_token_ids, request, served.tokenizer
+                self._threads_of(request),
+                len(request.bad_words) <= _INLINE_BAD_WORDS_MAX,
+                _bad_word_token_ids,
+                request,
+                served.tokenizer,
             ),
             seed=self._seed(request.sampling, request.speculation),
         )
@@ -119,7 +134,7 @@ class RequestPreparation:
         if plan is None:
             return structure, None, ()
         if request.tools is not None:
-            plan, loosened = await self._with_held_tools(request.tools, request.tenant, served, plan, vocab_size)
+            plan, loosened = await self._with_held_tools(request, request.tools, served, plan, vocab_size)
             return plan.grammar(served.tokenizer.added_token_ids), plan, loosened
         with _grammar_errors_name(request.grammar_parameter):
             grammar = plan.grammar(served.tokenizer.added_token_ids)
@@ -129,7 +144,7 @@ class RequestPreparation:
         return grammar, plan, ()
 
     async def _with_held_tools(
-        self, use: ToolUse, tenant: str, served: ServedModel, plan: AnswerPlan, vocab_size: int
+        self, request: GenerationInput, use: ToolUse, served: ServedModel, plan: AnswerPlan, vocab_size: int
     ) -> tuple[AnswerPlan, tuple[str, ...]]:
         """Returns the plan with schemas of tools that the grammar holds, and what these have lost."""
         compiler = await self._compiler(served, vocab_size)
@@ -142,10 +157,10 @@ class RequestPreparation:
                 return Verdict(detached(error), 0.0)
             if grammar is None:
                 return Verdict(None, 0.0)
-            refusal, compile_s = await compiler.judge_async(grammar, tenant)
+            refusal, compile_s = await compiler.judge_async(grammar, request.tenant)
             return Verdict(refusal and _renamed(refusal, "tools"), compile_s)
 
-        held, loosened = await held_tools(use, check, self._threads.run)
+        held, loosened = await held_tools(use, check, self._threads_of(request).run)
         return plan.with_tools(held), loosened
 
     async def _with_closed_schema(self, request: GenerationInput) -> GenerationInput:
@@ -155,7 +170,7 @@ class RequestPreparation:
             return request
         is_short = len(grammar.text) <= _INLINE_SCHEMA_CHARS_MAX
         with _grammar_errors_name(request.grammar_parameter):
-            grammar = await self._unless_short(is_short, closed_grammar, grammar)
+            grammar = await self._unless_short(self._threads_of(request), is_short, closed_grammar, grammar)
         return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, grammar=grammar))
 
     async def tokenize(self, request: GenerationInput, tokenizer: Tokenizer) -> list[int]:
@@ -163,13 +178,15 @@ class RequestPreparation:
         if request.token_ids is not None:
             return list(request.token_ids)
         if request.messages is not None:
-            text = await self._unless_short(_is_short_chat(request), _rendered, request, tokenizer)
+            is_short = _is_short_chat(request)
+            threads = self._threads_of(request, len(request.messages) * _CHARS_PER_MESSAGE)
+            text = await self._unless_short(threads, is_short, _rendered, request, tokenizer)
         else:
             text = request.text or ""
             _check_text(text, "prompt")
         adds_special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
-        is_short = len(text) <= LONG_TEXT_CHARS
-        token_ids = await self._unless_short(is_short, tokenizer.encode, text, add_special_tokens=adds_special)
+        is_short, threads = len(text) <= LONG_TEXT_CHARS, self._threads_of(request, len(text))
+        token_ids = await self._unless_short(threads, is_short, tokenizer.encode, text, add_special_tokens=adds_special)
         if request.prompt_limit is not None:
             request.prompt_limit.check(len(token_ids))
         return token_ids
@@ -188,20 +205,26 @@ class RequestPreparation:
                 )
             return array("I", predicted[:max_model_len])
         _check_text(predicted, "prediction", "the prediction")
-        is_short = len(predicted) <= LONG_TEXT_CHARS
-        token_ids = await self._unless_short(is_short, tokenizer.encode, predicted, add_special_tokens=False)
+        is_short, threads = len(predicted) <= LONG_TEXT_CHARS, self._threads_of(request, len(predicted))
+        token_ids = await self._unless_short(threads, is_short, tokenizer.encode, predicted, add_special_tokens=False)
         # A tokenizer may have tokens beyond its model's vocabulary. The output has none of them.
         return array("I", [token_id for token_id in token_ids[:max_model_len] if token_id < vocab_size])
 
+    def _threads_of(self, request: GenerationInput, num_chars: int = 0) -> TenantThreads:
+        """The threads for work on a request, or on so long a text of it: an earlier response may be longer than its
+        body."""
+        return self._threads.of(request.origin.caller.tenant, max(num_chars, request.origin.num_bytes))
+
     async def _unless_short(
         self,
+        threads: TenantThreads,
         is_short: bool,
         work: Callable[Arguments, ResultT],
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> ResultT:
         """Does `work` here if it is short, else in a thread."""
-        return work(*args, **kwargs) if is_short else await self._threads.run(work, *args, **kwargs)
+        return work(*args, **kwargs) if is_short else await threads.run(work, *args, **kwargs)
 
     def _seed(self, sampling: SamplingParams, speculation: SpeculationSettings) -> int | None:
         is_greedy = sampling.decoding_mode is DecodingMode.GREEDY
@@ -209,10 +232,14 @@ class RequestPreparation:
         # Clients that store numbers as doubles can send 53 bits back unchanged.
         return self._chance.getrandbits(53) if is_drawn and sampling.seed is None else sampling.seed
 
-    async def decode(self, token_ids: Sequence[int], tokenizer: Tokenizer, *, skip_special_tokens: bool) -> str:
+    async def decode(
+        self, token_ids: Sequence[int], tokenizer: Tokenizer, origin: Origin, *, skip_special_tokens: bool
+    ) -> str:
         """Decodes token ids to text."""
-        is_short = len(token_ids) <= LONG_TEXT_TOKENS
-        return await self._unless_short(is_short, tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) <= LONG_TEXT_TOKENS:
+            return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        threads = self._threads.of(origin.caller.tenant, len(token_ids))
+        return await threads.run(tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
 
     async def _echoed(
         self, request: GenerationInput, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]
@@ -224,13 +251,14 @@ class RequestPreparation:
             return text_of(last["content"]) if last["role"] == "assistant" else ""
         if request.text is not None and request.truncate_prompt_tokens is None:
             return request.text
-        return await self.decode(prompt_token_ids, tokenizer, skip_special_tokens=request.skip_special_tokens)
+        is_plain = request.skip_special_tokens
+        return await self.decode(prompt_token_ids, tokenizer, request.origin, skip_special_tokens=is_plain)
 
     async def _compiler(self, served: ServedModel, vocab_size: int) -> GrammarCompiler:
         grammars = served.grammars
         compiler = grammars.compilers.get(vocab_size)
         if compiler is None:  # in a thread, since it may have modules to import
-            new = await self._threads.run(grammars.new_compiler, vocab_size)
+            new = await self._threads.of(None).run(grammars.new_compiler, vocab_size)
             compiler = grammars.compilers.setdefault(vocab_size, new)
         return compiler
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from coordinator.placement.fair_queue import Ticket
+from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.reservations import Reservations
 from coordinator.placement.routing import Router
-from coordinator.placement.slot_queue import Offer, PlacementRequest, Round, Slot, SlotQueue
+from coordinator.placement.slot_queue import Offer, Round, Slot, SlotQueue
 from outrider.concurrency.background import end_tasks
 from outrider.errors import Overloaded
 
@@ -180,7 +181,7 @@ class Admission:
                     self.leave(request.model, slot)
                 return True
             if slot is not None or (not offer.ranked and request.is_hopeless()):
-                model_queue.slots.queue.remove(request.ticket)
+                model_queue.slots.forget(request)
                 answer.set_result(slot)
                 return True
             round_.found_full(offer)

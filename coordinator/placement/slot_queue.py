@@ -15,13 +15,15 @@ Reserving a slot takes time and happens elsewhere: `Round.next` names the reques
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
-from coordinator.placement.fair_queue import URGENT, FairQueue, Ticket
+from coordinator.placement.fair_queue import FairQueue, Ticket
+from coordinator.placement.lanes import Lane, Lanes
+from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.routing import Router
-from coordinator.placement.slot_search import Restrictions, SlotSearch
+from coordinator.placement.slot_search import SlotSearch
 from outrider.concurrency.turnover import Turnover, retry_after_s
 from outrider.errors import DeadlineExceeded, Overloaded, Unavailable
 from outrider.registry.worker_record import WorkerRecord
@@ -29,28 +31,6 @@ from outrider.sampling_params import BACKGROUND_PRIORITY
 
 URGENT_WAIT_S: Final = 1.0
 """Longest wait of a sequence that has begun, before it chooses again: targets that it had left may be possible then."""
-
-
-@dataclass(slots=True, eq=False)
-class PlacementRequest:
-    """A sequence that needs a slot."""
-
-    model: str
-    ticket: Ticket
-    rank: Callable[[], Sequence[WorkerRecord]]  # targets as of now, the one to take first in front
-    is_hopeless: Callable[[], bool]  # whether waiting is useless if `rank` names no target
-    token: str  # of its reservation, unique
-    since_s: float  # since when it needs one
-    deadline_s: float
-    # Together with the live workers these determine `rank()`: the length in tokens, and other restrictions.
-    num_tokens: int
-    restrictions: Callable[[], Restrictions]
-    is_background: bool = False  # it leaves slots of each target free, and makes room for others
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether the sequence has begun."""
-        return self.ticket.priority == URGENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +65,9 @@ class SlotQueue:
         self._full_at_s = -math.inf  # when a target without room was last asked
         self.queue = FairQueue(weights)
         self.turnover = Turnover()
+        self.lanes = Lanes()
         self.waiting: dict[Ticket, PlacementRequest] = {}
+        self.num_entries = 0  # of the queue, so far
         self.num_held = 0  # slots, without those of background sequences
 
     def __len__(self) -> int:
@@ -111,15 +93,31 @@ class SlotQueue:
             if now_s >= until_s:
                 raise self.timeout_error(request, now_s)
             self._check_wait(request.ticket, until_s - now_s, is_deadline=until_s == request.deadline_s)
-        self.queue.push(request.ticket)
-        self.waiting[request.ticket] = request
+        request.entry = self.num_entries = self.num_entries + 1
+        self._enter(request)
         return until_s
 
     def forget(self, request: PlacementRequest) -> None:
         """Removes a request that no longer waits."""
-        if request.ticket in self.queue:
+        if self.waiting.pop(request.ticket, None) is not None:
+            self.lanes.remove(request, lane_of(request))
             self.queue.remove(request.ticket)
-        self.waiting.pop(request.ticket, None)
+
+    def _enter(self, request: PlacementRequest) -> None:
+        request.ticket.lane = lane = self.lanes.lane_of(request)
+        self.queue.push(request.ticket)
+        self.lanes.add(request, lane)
+        self.waiting[request.ticket] = request
+
+    def change_lane(self, request: PlacementRequest) -> bool:
+        """Moves a request to the lane of its restrictions as of now. False if it is there already."""
+        before, after = lane_of(request), self.lanes.lane_of(request)
+        if (after.restrictions, after.siblings) == (before.restrictions, before.siblings):
+            return False
+        self.lanes.remove(request, before)
+        self.queue.move(request.ticket, after)
+        self.lanes.add(request, after)
+        return True
 
     def check_room(self, ticket: Ticket, time_left_s: float) -> None:
         """Raises Overloaded if `push` would, as of now."""
@@ -140,6 +138,7 @@ class SlotQueue:
     def offer(self, request: PlacementRequest, now_s: float, search: SlotSearch | None = None) -> Offer:
         """Makes the offer of a request: the targets that may be asked, without those that a search has found full."""
         router, is_urgent, ranked = self._router, request.is_urgent, request.rank()
+        self.lanes.learn(ranked)
         free = ranked if search is None else search.not_full(ranked)
         kind = {"is_urgent": is_urgent, "is_background": request.is_background}
         asked = [worker for worker in free if router.may_ask(worker, now_s, **kind)]
@@ -156,7 +155,10 @@ class SlotQueue:
         self._router.open_session(target)
         self.num_held += not request.is_background
         self.queue.take_slot(request.ticket.tenant)
+        siblings, is_first = request.ticket.siblings, not request.ticket.siblings.have_begun
         self.queue.begin(request.ticket)
+        for sibling in self.lanes.of_request(siblings) if is_first else ():
+            self.change_lane(sibling)
         return Slot(target, request.token, now_s, request.ticket.tenant, request.is_background)
 
     def leave(self, slot: Slot, now_s: float) -> None:
@@ -169,15 +171,15 @@ class SlotQueue:
 
     def shed_for(self, newcomer: Ticket, num: int) -> list[PlacementRequest]:
         """Takes `num` sequences less entitled than a newcomer's out of the queue; none if there are not so many."""
-        shed: list[Ticket] = []
+        shed: list[PlacementRequest] = []
         while len(shed) < num and (ticket := self.queue.less_entitled_than(newcomer)) is not None:
-            self.queue.remove(ticket)
-            shed.append(ticket)
+            shed.append(self.waiting[ticket])
+            self.forget(shed[-1])
         if len(shed) < num:
-            for ticket in shed:
-                self.queue.push(ticket)
+            for request in shed:
+                self._enter(request)
             return []
-        return [self.waiting[ticket] for ticket in shed]
+        return shed
 
     def _check_wait(self, ticket: Ticket, wait_max_s: float, *, is_deadline: bool) -> None:
         num_ahead = self.queue.num_ahead(ticket.priority, ticket.tenant)
@@ -196,30 +198,45 @@ class Round:
 
     def __init__(self, slots: SlotQueue) -> None:
         self._slots = slots
+        self._last_entry = slots.num_entries  # those that come later are for the next pass, so that this one ends
         self._search = SlotSearch()
-        self._tickets: Iterator[Ticket] | None = None
+        for lane in slots.lanes.of_one_request():
+            while (first := slots.lanes.first(lane)) is not None and slots.change_lane(first):
+                pass  # and so do its siblings
 
     def next(self, now_s: float) -> Offer | None:
         """The next request to try; None if no other could have a slot now."""
-        if self._tickets is None:
-            self._tickets = iter(self._slots.queue.in_order(now_s=now_s))
-        for ticket in self._tickets:
-            request = self._slots.waiting.get(ticket)
-            if request is None or ticket not in self._slots.queue:  # it left while another was tried
-                continue
-            if not self._search.is_in_vain(request.num_tokens, request.restrictions()):
-                return self._slots.offer(request, now_s, self._search)
+        slots = self._slots
+        while (request := self._first(now_s)) is not None:
+            if not slots.change_lane(request):
+                return slots.offer(request, now_s, self._search)
+        return None
+
+    def _first(self, now_s: float) -> PlacementRequest | None:
+        slots, search = self._slots, self._search
+        for ticket in slots.queue.ordered(now_s, lambda lane: slots.lanes.is_in_vain(cast(Lane, lane), search)):
+            request = slots.waiting[ticket]
+            is_in_vain = search.is_in_vain(request.num_tokens, lane_of(request).restrictions)
+            if not is_in_vain and request.entry <= self._last_entry:
+                return request
         return None
 
     def found_full(self, offer: Offer) -> None:
         """Records that no target of the request had a slot."""
         slots, restrictions = self._slots, offer.request.restrictions()
+        if offer.request.ticket in slots.waiting:  # they may have changed meanwhile
+            slots.change_lane(offer.request)
         self._search.found_full(offer.request.num_tokens, restrictions, offer.ranked)
-        alike = (
-            request
-            for ticket, request in slots.waiting.items()
-            if ticket in slots.queue and request.restrictions() == restrictions
-        )
-        shortest = min(alike, key=lambda request: request.num_tokens, default=None)
-        if shortest is not None:
-            self._search.look_shorter(restrictions, shortest.rank())
+        while (shortest := slots.lanes.shortest(restrictions)) is not None:
+            if not slots.change_lane(shortest):
+                ranked = shortest.rank()
+                slots.lanes.learn(ranked)
+                self._search.look_shorter(restrictions, ranked)
+                return
+
+
+def lane_of(request: PlacementRequest) -> Lane:
+    """The lane in which a request waits."""
+    lane = request.ticket.lane
+    assert isinstance(lane, Lane)
+    return lane

@@ -15,7 +15,8 @@ from typing import Final
 from coordinator.intake.generation_request import GenerationSpec
 from coordinator.output.sequence_output import OutputItem, SequenceOutput
 from coordinator.placement.fair_queue import Siblings, Ticket
-from coordinator.placement.slot_queue import PlacementRequest, Slot
+from coordinator.placement.placement_request import PlacementRequest
+from coordinator.placement.slot_queue import Slot
 from coordinator.recovery.resumption import NOTHING_SEEN, ResumePoint
 from coordinator.recovery.retry_policy import RetryPolicy
 from coordinator.request import sequence_actions as act

@@ -1,6 +1,7 @@
 """The service of one replica, behind every API: checks a request and generates.
 
     async with GenerationService(settings) as service:
+        await service.admit(caller)
         spec = await service.prepare(request)
         async for item in service.generate(spec, arrival_s): ...
 
@@ -100,7 +101,7 @@ class GenerationService:
         )
         self.threads = WorkerThreads()  # for what would block the event loop
         self.preparation = RequestPreparation(settings, outside.chance, self.threads)
-        self.streams = ResumableStreams(self.admit)
+        self.streams = ResumableStreams(self.check_new)
         self.responses = StoredResponses(self._quick_registry, outside.now_s, settings.response_life_s)
         self.canary = CanaryDesk(uuid.uuid4().hex)
         self.catalog = ModelCatalog(
@@ -130,7 +131,7 @@ class GenerationService:
             self._stack.push_async_callback(self._quick_registry.close)
         if registry is None and self._injected_snapshot is None:
             for model in environment.models.current().models:
-                await self.threads.run(model.grammars.load)
+                await self.threads.of(None).run(model.grammars.load)
             registry = redis = Registry(environment.settings.redis_url)
             self._stack.push_async_callback(redis.close)
             if environment.settings.uses_priors:
@@ -214,31 +215,38 @@ class GenerationService:
         return caller
 
     async def prepare(self, request: GenerationInput, *, has_begun: bool = False) -> GenerationSpec:
-        """Checks and tokenizes a request. Raises InvalidRequest, NotFound for the model, Unavailable without a target,
-        Forbidden for another tenant's name or priority, Overloaded if its tenant has used up its limits, or if it would
-        wait too long and has not begun."""
+        """Checks and tokenizes a request after `admit`. Raises InvalidRequest, NotFound for the model, Unavailable
+        without a target, Forbidden for another tenant's name or priority, Overloaded if its tenant has used up its
+        limits, or if it would wait too long and has not begun."""
         environment, caller = self.environment, request.origin.caller
         request = _on_behalf_of_its_caller(request)
         check_input(request)
         served, model, targets = self.catalog.find(request.model, caller)
         if not has_begun:
-            environment.limits.rates.check(caller)
             retry_after_s = environment.placement.admission.retry_after_s(model)
             num, parameter = (request.best_of, "best_of") if request.best_of else (request.n, "n")
             environment.limits.concurrency.check(caller, num, retry_after_s, parameter)
             time_left_s = self.preparation.deadline_s(request, served)
             ticket = Ticket(request.priority, request.tenant)
             environment.placement.admission.check_room(model, ticket, time_left_s)
-        spec = await self.preparation.prepare(request, served, model, targets)
-        # Shared computation counts for each sequence: as many contexts take up room.
-        num_prompt_tokens = len(spec.prompt_token_ids) * spec.num_candidates
-        await environment.limits.rates.admit(caller, num_prompt_tokens, has_begun=has_begun)
+        charge = partial(environment.limits.rates.charge_prompt, caller, has_begun=has_begun)
+        spec = await self.preparation.prepare(request, served, model, targets, charge)
         return self.canary.assign(spec, environment.now_s())
 
-    async def admit(self, caller: Caller) -> None:
-        """Admits a request that generates nothing. Raises Overloaded if its tenant has used up its limits."""
-        self.environment.limits.rates.check(caller)
-        await self.environment.limits.rates.admit(caller, 0)
+    async def admit(self, caller: Caller, *, may_have_begun: bool = False) -> None:
+        """Admits a request of any kind on its arrival, and counts it, whatever becomes of it. Raises Overloaded if its
+        tenant has used up its limits.
+
+        One that claims to resume a stream `may_have_begun`, and may be owed for; `check_new` follows if it has not."""
+        rates = self.environment.limits.rates
+        if not may_have_begun:
+            rates.check(caller)
+        await rates.admit(caller, has_begun=may_have_begun)
+
+    async def check_new(self, caller: Caller) -> None:
+        """Checks an admitted request that might have begun, and has not. Raises Overloaded if it would not have been
+        admitted as a new one."""
+        await self.environment.limits.rates.charge_prompt(caller, 0)
 
     async def generate(
         self,

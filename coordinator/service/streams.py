@@ -74,10 +74,10 @@ def hiding_model(request_id: str, caller: Caller) -> Iterator[None]:
 class ResumableStreams:
     """Writes this replica's streams to the journal, and finds those of others there."""
 
-    def __init__(self, charge: Callable[[Caller], Awaitable[None]]) -> None:
-        """`charge` counts a lookup that finds nothing as a request; raises Overloaded."""
+    def __init__(self, check_new: Callable[[Caller], Awaitable[None]]) -> None:
+        """`check_new` checks a request that finds no stream as one that begins none; raises Overloaded."""
         self.journal: Journal | None = None  # None without a registry
-        self._charge = charge
+        self._check_new = check_new
 
     @property
     def is_degraded(self) -> bool:
@@ -124,7 +124,7 @@ class ResumableStreams:
         be read, and Overloaded if there is none yet and the tenant has used up its limits."""
         recollection = await self.recall(request_id, caller)
         if recollection.entry is None and self.journal is not None and not recollection.is_away:
-            await self._charge(caller)  # a stream that has begun was charged; this one may not exist
+            await self._check_new(caller)  # only a stream that has begun may be owed for
             await asyncio.sleep(FLUSH_S + _WRITE_S)  # one that has just begun is being written
             recollection = await self.recall(request_id, caller)
         if recollection.entry is None:

@@ -1,2 +1,2 @@
 """Concurrency helpers: tasks (`background`), thread time slices (`time_slices`), waiting times of slots
-(`turnover`)."""
+(`turnover`), queues that owners share in turns (`round_robin`)."""

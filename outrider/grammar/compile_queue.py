@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Generic, TypeVar
 
+from outrider.concurrency.round_robin import RoundRobin
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, detached
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class CompileQueue(Generic[_T]):
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, _T | InvalidRequest] = OrderedDict()  # least recently used first
         self._jobs: dict[bytes, _Job[_T]] = {}  # waiting or running
-        self._waiting: list[_Job[_T]] = []  # in order of arrival
+        self._waiting = RoundRobin[_Job[_T]]()  # by owner, in order of arrival
         self._running: Counter[str] = Counter()  # by owner
         self._num_callers: Counter[str] = Counter()  # by owner
 
@@ -64,8 +65,8 @@ class CompileQueue(Generic[_T]):
         """Returns the value for a key, built or cached. Cancelling gives up the place in the queue.
 
         Raises the OutriderError that `build` raised, or a plain one for an unexpected error; InvalidRequest for a
-        grammar that takes too long, and Overloaded when the queue is full or does not move. `owner` is the tenant: the
-        one with the fewest running compilations goes first.
+        grammar that takes too long, and Overloaded when the queue is full or does not move. `owner` is the tenant:
+        those with the fewest running compilations go first, and take turns.
         """
         future = self._ask(key, owner, build)
         try:
@@ -95,7 +96,7 @@ class CompileQueue(Generic[_T]):
             job = self._jobs.get(key)
             if job is None:
                 job = self._jobs[key] = _Job(key, owner, build)
-                self._waiting.append(job)
+                self._waiting.put(owner, key, job)
             job.callers.add(future)
             self._num_callers[owner] += 1
             unstarted = self._start_next()
@@ -109,19 +110,20 @@ class CompileQueue(Generic[_T]):
             self._num_callers -= Counter([owner])
             job.callers.discard(caller)
             if not job.callers and job.began_at is None and self._jobs.get(job.key) is job:
-                self._waiting.remove(job)
+                self._waiting.forget(job.owner, job.key)
                 del self._jobs[job.key]
 
     def _start_next(self) -> list[_Job[_T]]:
-        """Starts as many jobs as there are slots, those of the owner with the fewest running first. The lock must be
+        """Starts as many jobs as there are slots, those of the owners with the fewest running first. The lock must be
         held.
 
         Returns those for which there is no thread or no stack.
         """
         unstarted = []
-        while self._waiting and self._running.total() < MAX_RUNNING:
-            job = min(self._waiting, key=lambda each: self._running[each.owner])
-            self._waiting.remove(job)
+        while self._running.total() < MAX_RUNNING:
+            job = self._waiting.take(lambda owner: self._running[str(owner)])
+            if job is None:
+                break
             self._running[job.owner] += 1
             job.began_at = time.monotonic()
             try:

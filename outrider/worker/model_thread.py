@@ -20,7 +20,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from outrider.concurrency import time_slices
 from outrider.concurrency.loop_share import LoopShare
-from outrider.concurrency.peer_events import PeerEvents
+from outrider.concurrency.round_robin import RoundRobin
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class ModelThread(Generic[EventT, ActionT]):
         self._max_events = max_events
         # SimpleQueue wakes its reader without a Python-level lock; the bound is checked in `submit`.
         self._inbox: queue.SimpleQueue[EventT | _Pulse | _Peers | None] = queue.SimpleQueue()
-        self._peers = PeerEvents[EventT](max_peers_size)
+        self._peers = RoundRobin[EventT](max_peers_size)
         self._peers_share = peers_share
         self._processor = processor
         self._is_awake = True  # and looks for what peers sent before it waits

@@ -15,9 +15,10 @@ import pytest
 
 from coordinator.placement.admission import Admission
 from coordinator.placement.fair_queue import URGENT, Ticket
+from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.reservations import Reservations
 from coordinator.placement.routing import ModelKey, Router
-from coordinator.placement.slot_queue import PlacementRequest, Slot
+from coordinator.placement.slot_queue import Slot
 from outrider.errors import DeadlineExceeded, Overloaded
 from outrider.registry.worker_record import Snapshot, WorkerRecord
 from outrider.sampling_params import BACKGROUND_PRIORITY

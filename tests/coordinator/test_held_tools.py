@@ -249,7 +249,7 @@ async def test_nothing_is_loosened_on_the_thread_of_the_event_loop(monkeypatch: 
     monkeypatch.setattr(module, "outline", watched("outline", outline))
     threads = WorkerThreads()
     try:
-        made, _ = await held_tools(use_of(2), check, threads.run)
+        made, _ = await held_tools(use_of(2), check, threads.of(None).run)
     finally:
         threads.close()
     assert dict(made.functions)["f1"] == last

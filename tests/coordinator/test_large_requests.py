@@ -22,7 +22,6 @@ from coordinator.api.http import application, calls, http_api, http_transport
 from coordinator.intake import preparation
 from coordinator.intake.generation_request import PROMPT_LOGPROBS_MAX, PROMPT_TOKENS_MAX
 from coordinator.intake.json_size import BARE_BYTES_MAX, ITEMS_MAX, PARTS_MAX, check_json_size
-from coordinator.intake.worker_threads import WorkerThreads
 from coordinator.models.model_grammars import ModelGrammars
 from coordinator.output.text_output import TextOutput, VisibleOutput
 from coordinator.request.sequence import REPEATED_TOKENS, SequenceMachine
@@ -31,7 +30,6 @@ from outrider.errors import InvalidRequest, Overloaded
 from outrider.text.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
-from tests.coordinator.fakes import eventually
 from tests.coordinator.test_resumption import Memory, events_of, said
 
 LONG_TEXT = "import os, sys\n" * 2000
@@ -305,67 +303,3 @@ LONG_LISTS = st.builds(lambda value, count: [value] * count, SCALARS, st.sampled
 )
 def test_json_in_pieces_is_the_same_json(value: Any) -> None:
     assert to_json_text(value) == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-class TestThreads:
-    async def test_what_the_work_returns_or_raises_comes_back(self) -> None:
-        threads = WorkerThreads(1)
-        assert await threads.run(lambda a, b: a + b, 1, b=2) == 3
-        with pytest.raises(InvalidRequest, match="no"):
-            await threads.run(self._refuse)
-        threads.close()
-
-    @staticmethod
-    def _refuse() -> None:
-        raise InvalidRequest(None, "no")
-
-    async def test_beyond_a_bound_work_is_refused_and_room_comes_back(self) -> None:
-        threads, may_go_on = WorkerThreads(1, pending_max=2), threading.Event()
-        held = [asyncio.create_task(threads.run(may_go_on.wait, 30)) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
-            await threads.run(int)
-        may_go_on.set()
-        assert await asyncio.gather(*held) == [True, True]
-        assert await threads.run(int) == 0
-        threads.close()
-
-    @pytest.mark.parametrize("is_streaming", [False, True])
-    async def test_an_answer_whose_work_is_done_is_not_refused_at_its_end(
-        self, clusters: ClusterFactory, is_streaming: bool
-    ) -> None:
-        may_go_on = threading.Event()
-        # A long answer in one piece, or the long log probabilities of a prompt.
-        body = {"prompt": [65] * 2500, "prompt_logprobs": 1, "max_tokens": 2, "stream": is_streaming}
-        async with clusters.open([clusters.target()], max_model_len=1 << 20) as cluster:
-            threads = cluster.service.threads
-            target = cluster.targets[0]
-            asking = asyncio.create_task(cluster.client.post("/v1/completions", json=body))
-            target.may_step = lambda num_tokens: bool(held)
-            held: list[asyncio.Task[bool]] = []
-            await eventually(lambda: target.num_open == 1, "it runs")
-            threads._pending_max = 1
-            held.append(asyncio.create_task(threads.run(may_go_on.wait, 30)))
-            await asyncio.sleep(0)
-            with pytest.raises(Overloaded):
-                await threads.run(int)
-            await eventually(lambda: asking.done() or threads._num_pending == 2, "its answer is written", 30)
-            may_go_on.set()
-            answer = await asking
-            await asyncio.gather(*held)
-        assert answer.status_code == 200, answer.text
-        assert "overloaded" not in answer.text
-
-    async def test_work_that_has_not_begun_when_its_caller_leaves_never_begins(self) -> None:
-        threads, may_go_on, done = WorkerThreads(1), threading.Event(), list[str]()
-        held = asyncio.create_task(threads.run(may_go_on.wait, 30))
-        left = asyncio.create_task(threads.run(done.append, "left"))
-        await asyncio.sleep(0)
-        left.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await left
-        may_go_on.set()
-        assert await held
-        await threads.run(done.append, "last")
-        assert done == ["last"]
-        threads.close()

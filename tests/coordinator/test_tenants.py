@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +14,11 @@ import httpx
 import pytest
 
 from coordinator.access.api_keys import Caller, Scope, entry, new_key
+from coordinator.api.grpc import grpc_api
+from coordinator.intake.generation_request import Origin
 from coordinator.placement.fair_queue import URGENT
+from outrider.errors import InvalidRequest, Overloaded
+from protos.outrider.v1 import generation_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeTarget, eventually
 from tests.coordinator.test_resumption import SOME_RUN, Memory, run_of
@@ -231,3 +236,66 @@ async def test_whoever_has_too_many_sequences_gets_no_work_done(clusters: Cluste
         await eventually(lambda: one.cluster.targets[0].num_open == 0, "its client is gone")
         await eventually(lambda: not one.cluster.service.environment.limits.concurrency._running, "it counts no more")
         assert (await one.ask()).status_code == 200
+
+
+REFUSED: dict[str, tuple[str, Any]] = {
+    "a prompt that is too long": ("completions", {"prompt": "import " * 20_000}),
+    "a grammar that does not compile": ("completions", {"prompt": "import", "guided_regex": "(" * 100}),
+    "messages that the template refuses": ("chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}),
+    "no JSON": ("completions", "{" * 40_000),
+    "an unknown model": ("responses", {"model": "nothing", "input": "x"}),
+    "a conversation whose tokens are counted": ("messages/count_tokens", {"messages": "none"}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_what_is_refused_counts_as_a_request(clusters: ClusterFactory, tmp_path: Path, what: str) -> None:
+    path, body = REFUSED[what]
+    text = body if isinstance(body, str) else json.dumps(body)
+    async with door(clusters, tmp_path, "requests_per_minute = 2") as one:
+        codes = [
+            (await one.cluster.client.post(f"/v1/{path}", content=text, headers=one.headers)).status_code
+            for _ in range(3)
+        ]
+        assert codes[0] == codes[1], codes
+        assert codes[0] in (400, 404), codes
+        assert codes[2] == 429
+        answer = await one.ask({"Last-Event-ID": SOME_RUN + "1"}, **STREAM)
+        assert answer.status_code == 429, "a stream that nobody knows is a request as any other"
+
+
+async def test_refused_claims_to_resume_a_stream_are_not_free_either(clusters: ClusterFactory, tmp_path: Path) -> None:
+    async with door(clusters, tmp_path, "requests_per_minute = 2") as one:
+        claim = one.headers | {"Last-Event-ID": SOME_RUN + "1"}
+        codes = [
+            (await one.cluster.client.post("/v1/completions", content="{" * 40_000, headers=claim)).status_code
+            for _ in range(6)
+        ]
+        assert codes == [400, 400, 400, 400, 429, 429], "two requests, and two that a stream would be owed for"
+
+
+async def test_a_prompt_that_is_too_long_costs_the_tokens_of_a_full_context(
+    clusters: ClusterFactory, tmp_path: Path
+) -> None:
+    async with door(clusters, tmp_path, "tokens_per_minute = 60000") as one:
+        answer = await one.ask(prompt="import " * 20_000)
+        assert answer.status_code == 400
+        (target,) = one.cluster.service.snapshot().targets
+        bucket = one.cluster.service.environment.limits.rates._buckets["search"]
+        assert round(60000 - bucket.tokens, -1) == round(target.max_model_len, -1)
+
+
+async def test_a_refused_request_over_grpc_counts(clusters: ClusterFactory, tmp_path: Path) -> None:
+    async with door(clusters, tmp_path, "requests_per_minute = 2") as one:
+        service = one.cluster.service
+        caller = await service.authenticate(one.headers["Authorization"], Scope.GENERATE)
+        for error in (InvalidRequest, InvalidRequest, Overloaded):
+            with pytest.raises(error):
+                await anext(grpc_api.generate(service, generation_pb2.GenerationRequest(), Origin(caller)))
+
+
+async def test_each_of_several_prompts_counts_as_a_request(clusters: ClusterFactory, tmp_path: Path) -> None:
+    async with door(clusters, tmp_path, "requests_per_minute = 10") as one:
+        assert (await one.ask(prompt=["import", "import", "import"])).status_code == 200
+        bucket = one.cluster.service.environment.limits.rates._buckets["search"]
+        assert round(10 - bucket.requests) == 3

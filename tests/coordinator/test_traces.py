@@ -11,8 +11,9 @@ from random import Random
 
 from coordinator.intake.run_identity import WorkerLife
 from coordinator.placement.fair_queue import URGENT, FairQueue, Ticket
+from coordinator.placement.placement_request import PlacementRequest
 from coordinator.placement.routing import Router
-from coordinator.placement.slot_queue import PlacementRequest, Round, Slot, SlotQueue
+from coordinator.placement.slot_queue import Round, Slot, SlotQueue
 from coordinator.recovery.poison import PoisonRecord
 from coordinator.speculation.fallback import FallbackController, FallbackPolicy
 from outrider.errors import OutriderError

@@ -104,6 +104,19 @@ async def test_an_owner_with_many_grammars_goes_after_one_with_none_running(buil
     assert builds.begun.index("modest") == MAX_RUNNING
 
 
+async def test_two_owners_with_many_grammars_shut_a_third_one_out_no_more_than_each_other(builds: Builds) -> None:
+    queue = CompileQueue[str](8)
+    running = [ask(queue, builds, f"running {owner}", owner) for owner in "ab"]
+    await until_begun(builds, "running a", "running b")
+    waiting = [ask(queue, builds, f"{owner} {index}", owner) for index in range(10) for owner in "ab"]
+    await asyncio.sleep(0)
+    modest = ask(queue, builds, "modest", "c")
+    await asyncio.sleep(0)
+    builds.gate.set()
+    await asyncio.gather(modest, *running, *waiting)
+    assert builds.begun.index("modest") < 8
+
+
 async def test_no_more_wait_than_there_is_room_for(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_queue, "MAX_CALLERS", 8)
     queue = CompileQueue[str](4)

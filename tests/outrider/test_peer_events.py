@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from outrider.concurrency.peer_events import PeerEvents
+from outrider.concurrency.round_robin import RoundRobin
 
 
-def fill(events: PeerEvents[int], peer: str, num_streams: int, size: int = 1) -> int:
+def fill(events: RoundRobin[int], peer: str, num_streams: int, size: int = 1) -> int:
     """Puts what there is room for, over so many streams; returns how much it was."""
     number = 0
     while events.has_room(peer):
@@ -15,7 +15,7 @@ def fill(events: PeerEvents[int], peer: str, num_streams: int, size: int = 1) ->
 
 
 def test_one_peer_with_many_streams_shuts_nobody_out() -> None:
-    events = PeerEvents[int](32_768)
+    events = RoundRobin[int](32_768)
     assert fill(events, "flood", 32) == 32_768 // 2
     assert fill(events, "another", 64) > 32_768 // 5
     assert events.has_room("honest")
@@ -24,7 +24,7 @@ def test_one_peer_with_many_streams_shuts_nobody_out() -> None:
 
 
 def test_an_honest_peer_has_room_for_what_64_sessions_send_in_a_long_step() -> None:
-    events = PeerEvents[int](1 << 18)
+    events = RoundRobin[int](1 << 18)
     for number in range(1680):
         assert events.has_room("honest")
         assert events.put("honest", 1, number, 9)
@@ -32,7 +32,7 @@ def test_an_honest_peer_has_room_for_what_64_sessions_send_in_a_long_step() -> N
 
 
 def test_more_than_the_room_is_refused() -> None:
-    events = PeerEvents[int](3)
+    events = RoundRobin[int](3)
     assert [events.put(str(number), 0, number) for number in range(5)] == [True, True, True, False, False]
     assert not events.has_room("late")
     events.take()
@@ -40,7 +40,7 @@ def test_more_than_the_room_is_refused() -> None:
 
 
 def test_sizes_count() -> None:
-    events = PeerEvents[int](100)
+    events = RoundRobin[int](100)
     assert fill(events, "large", 1, 10) == 5
     assert fill(events, "small", 1) == 25
     while events.take() is not None:
@@ -49,7 +49,7 @@ def test_sizes_count() -> None:
 
 
 def test_the_streams_of_a_peer_take_turns() -> None:
-    events = PeerEvents[int](100)
+    events = RoundRobin[int](100)
     for number in range(4):
         events.put("a", 1, number)
     events.put("a", 2, 10)
@@ -57,7 +57,7 @@ def test_the_streams_of_a_peer_take_turns() -> None:
 
 
 def test_a_stream_that_has_ended_leaves_the_others_and_its_room() -> None:
-    events = PeerEvents[int](10)
+    events = RoundRobin[int](10)
     for number in range(4):
         events.put("a", number % 2, number)
     events.forget("a", 0)

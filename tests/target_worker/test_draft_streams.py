@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.concurrency.peer_events import PeerEvents
+from outrider.concurrency.round_robin import RoundRobin
 from outrider.hint_service.draft_streams import (
     ENDED_CHANNELS_KEPT,
     MAX_PENDING_COMMITS,
@@ -121,7 +121,7 @@ def test_a_commit_that_the_stream_has_no_room_for_is_not_counted(service: Servic
 
 async def test_a_connection_without_room_waits_and_is_not_ended() -> None:
     """One with room goes on meanwhile, and flow control holds the rest of the other's on its side."""
-    waiting = PeerEvents[Event](8)
+    waiting = RoundRobin[Event](8)
     peers: list[str] = []
 
     def submit(event: Event, *, is_release: bool = False, peer: str | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from typing import Final
 
 from coordinator.access.api_keys import Caller
@@ -108,7 +109,8 @@ async def generate(
     service: GenerationService, request: generation_pb2.GenerationRequest, origin: Origin = NOWHERE
 ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
     """Serves Generation.Generate; fills the request. Raises OutriderError, whose `grpc_code` names the status."""
-    arrival_s, threads = service.environment.now_s(), service.threads
+    arrival_s, tenant = service.environment.now_s(), origin.caller.tenant
+    await service.admit(origin.caller, may_have_begun=bool(request.resume_from))
     fill_defaults(request)
     points, recollection = _read_position(request), None
     claim = Claim.of(request.run, points, "run")
@@ -119,8 +121,11 @@ async def generate(
         if is_by_id:
             request = _begun_as(request.request_id, recollection.entry)
     has_begun = recollection is not None and recollection.has_begun(claim)
+    if recollection is not None and not has_begun:
+        await service.check_new(origin.caller)
     with hiding_model(request.request_id, origin.caller) if is_by_id else nullcontext():
-        spec = await service.prepare(read_request(request, origin), has_begun=has_begun)
+        asked = read_request(request, replace(origin, num_bytes=request.ByteSize()))
+        spec = await service.prepare(asked, has_begun=has_begun)
     resumption = None
     if recollection is not None:
         if len(points) != spec.num_choices:
@@ -131,8 +136,10 @@ async def generate(
         async for item in items:
             # The end of each sequence has carried the rest.
             if not isinstance(item, RequestFinished) and not item.item.is_repeat:
-                is_long = num_values(spec, item.item) > SMALL_ANSWER_VALUES  # a long prompt
-                yield await threads.run_admitted(_chunk, spec, item) if is_long else _chunk(spec, item)
+                if (num := num_values(spec, item.item)) > SMALL_ANSWER_VALUES:  # a long prompt
+                    yield await service.threads.of(tenant, num).run_admitted(_chunk, spec, item)
+                else:
+                    yield _chunk(spec, item)
 
 
 def _read_position(request: generation_pb2.GenerationRequest) -> tuple[ResumePoint, ...]:

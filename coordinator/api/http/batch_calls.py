@@ -86,7 +86,7 @@ class BatchCalls:
     async def create(self, request: Request) -> Response:
         caller, desk = await self._admit(request)
         raw = await read_body(request)
-        body = await unless_small(self._service.threads, raw, lambda: parse_body(CreateBatchBody, raw))
+        body = await unless_small(self._service.threads, caller, raw, lambda: parse_body(CreateBatchBody, raw))
         body.check()
         batch = await desk.create(
             caller,

@@ -15,11 +15,13 @@ from typing import Final, TypeVar
 
 from fastapi import Request, Response
 
+from coordinator.access.api_keys import Caller
 from coordinator.api.answer.answer_size import SMALL_ANSWER_VALUES
 from coordinator.api.answer.answer_writer import AnswerWriter
 from coordinator.api.answer.json_text import to_json_text
 from coordinator.api.http.calls import CALLS, Asked, Referring
 from coordinator.api.http.http_transport import (
+    CLIENT_CLOSED_REQUEST,
     EventStream,
     caller_of,
     first_of,
@@ -50,7 +52,6 @@ IGNORED_HEADER: Final = "X-Outrider-Ignored"
 """Names what was accepted and not used: parameters of the request, tools, and parts of the schemas of tools."""
 _IGNORED_CHARS_MAX: Final = 1000
 _AND_MORE: Final = ", ..."
-_CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a client that disconnected
 ResultT = TypeVar("ResultT")
 
 
@@ -74,6 +75,7 @@ class GenerationCalls:
 
     async def resume(self, request: Request, request_id: str) -> Response:
         """Resumes a broken stream after the event that `Last-Event-ID` names, or from its start without one."""
+        await self._service.admit(caller_of(request), may_have_begun=True)
         recollection = await self._service.streams.look_up(request_id, caller_of(request))
         entry = recollection.entry
         assert entry is not None
@@ -86,31 +88,39 @@ class GenerationCalls:
     async def _generate(self, request: Request, kind: Kind) -> Response:
         # The header proves nothing: `_answer` looks up whether the stream has begun, and checks it if not.
         # A resumed stream may owe more than a new request.
-        if LAST_EVENT_HEADER not in request.headers:
-            self._service.environment.limits.rates.check(caller_of(request))
+        await self._service.admit(caller_of(request), may_have_begun=LAST_EVENT_HEADER in request.headers)
         return await self._answer(request, kind, await read_body(request))
 
     async def _answer(
         self, request: Request, kind: Kind, raw: bytes, recollection: Recollection | None = None
     ) -> Response:
         """Answers a request by its body, which was just read or is that of a stream in the journal."""
-        service, arrival_s = self._service, self._service.environment.now_s()
-        asked = await unless_small(service.threads, raw, partial(CALLS[kind], raw, request_id_of(request)))
+        answer = await unless_disconnected(request, self._prepared(request, kind, raw, recollection))
+        return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else await answer()
+
+    async def _prepared(
+        self, request: Request, kind: Kind, raw: bytes, recollection: Recollection | None
+    ) -> Callable[[], Awaitable[Response]]:
+        """Reads and prepares a request; returns what generates its answer."""
+        service, caller, arrival_s = self._service, caller_of(request), self._service.environment.now_s()
+        asked = await unless_small(service.threads, caller, raw, partial(CALLS[kind], raw, request_id_of(request)))
         if isinstance(asked, Referring):
-            service.environment.limits.rates.check(caller_of(request))  # whatever headers it has
-            remembered = await service.responses.look_up(caller_of(request), asked.references)
-            asked = await unless_small(service.threads, raw, partial(asked.complete, remembered))
+            service.environment.limits.rates.check(caller)  # whatever headers it has
+            remembered = await service.responses.look_up(caller, asked.references)
+            asked = await unless_small(service.threads, caller, raw, partial(asked.complete, remembered))
         last_event = request.headers.get(LAST_EVENT_HEADER, "") if asked.is_streaming and asked.is_resumable else ""
-        inputs = [_from(each, _origin(request)) for each in asked.inputs]
+        inputs = [_from(each, _origin(request, raw)) for each in asked.inputs]
         if len(inputs) > 1:
             if last_event:
                 raise InvalidRequest(LAST_EVENT_HEADER.lower(), "a stream of several prompts cannot be resumed")
-            return await self._answer_each(request, asked, inputs, arrival_s)
+            return await self._prepared_each(request, asked, inputs, arrival_s)
         first = inputs[0]
         claim = parse_position(last_event, first.n, LAST_EVENT_HEADER) if last_event else None
         if claim is not None and recollection is None:  # only the tokens are missing
             recollection = await service.streams.recall(first.request_id, first.origin.caller)
         has_begun = recollection is not None and recollection.has_begun(claim)
+        if not has_begun and (recollection is not None or LAST_EVENT_HEADER in request.headers):
+            await service.check_new(caller)
         with renamed_errors(asked.names):
             spec = await service.prepare(first, has_begun=has_begun)
         request.state.request_id = spec.request.request_id
@@ -120,19 +130,21 @@ class GenerationCalls:
         writer = asked.new_writer([spec], asked.before is not None and service.responses.is_open)
         headers = ignored_header([*asked.ignored_by(spec.served.tokenizer), *spec.loosened])
         if not asked.is_streaming:
-            return await self._whole(request, asked, service.generate(spec, arrival_s), writer, headers)
+            return partial(self._whole, request, asked, service.generate(spec, arrival_s), writer, headers)
         shows_ids = asked.has_event_ids or resumption is not None
         entry = JournalEntry(kind, raw) if shows_ids else None
         points = (resumption or Resumption.of_nothing(spec.num_choices)).points
         position = StreamPosition(points, spec.run) if shows_ids else None
         items = service.generate(spec, arrival_s, entry, resumption)
-        return await self._stream(request, asked, items, writer, writer.opening(points), position, headers)
+        return partial(self._stream, request, asked, items, writer, writer.opening(points), position, headers)
 
-    async def _answer_each(
+    async def _prepared_each(
         self, request: Request, asked: Asked, inputs: Sequence[GenerationInput], arrival_s: float
-    ) -> Response:
-        """Answers a request with several prompts."""
+    ) -> Callable[[], Awaitable[Response]]:
+        """Prepares a request with several prompts, of which each counts as a request."""
         specs: list[GenerationSpec] = []
+        for _ in inputs[1:]:
+            await self._service.admit(caller_of(request))
         for each in inputs:
             specs.append(await self._service.prepare(each))
             await asyncio.sleep(0)  # short prompts are tokenized here, without a pause for others
@@ -141,8 +153,8 @@ class GenerationCalls:
         headers = ignored_header(asked.ignored_by(specs[0].served.tokenizer))
         items = generate_each(self._service, specs, arrival_s)
         if not asked.is_streaming:
-            return await self._whole(request, asked, items, writer, headers)
-        return await self._stream(request, asked, items, writer, writer.opening(), None, headers)
+            return partial(self._whole, request, asked, items, writer, headers)
+        return partial(self._stream, request, asked, items, writer, writer.opening(), None, headers)
 
     async def _whole(
         self,
@@ -153,10 +165,11 @@ class GenerationCalls:
         headers: Mapping[str, str],
     ) -> Response:
         result = await unless_disconnected(
-            request, whole_answer(self._service, items, writer, partial(self._keep, request, asked, writer))
+            request,
+            whole_answer(self._service, caller_of(request), items, writer, partial(self._keep, request, asked, writer)),
         )
         if result is None:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(result, media_type="application/json", headers=dict(headers))
 
     async def _stream(
@@ -173,8 +186,9 @@ class GenerationCalls:
         first = await unless_disconnected(request, first_of(items))
         if first is None:
             await items.aclose()
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        events = self._events(first, items, writer, opening, position, partial(self._keep, request, asked, writer))
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        keep = partial(self._keep, request, asked, writer)
+        events = self._events(caller_of(request), first, items, writer, opening, position, keep)
         return EventStream(events, items, headers)
 
     async def _keep(self, request: Request, asked: Asked, writer: AnswerWriter) -> None:
@@ -184,6 +198,7 @@ class GenerationCalls:
 
     async def _events(
         self,
+        caller: Caller,
         first: ChoiceOutput | RequestFinished,
         items: AsyncGenerator[ChoiceOutput | RequestFinished],
         writer: AnswerWriter,
@@ -198,7 +213,7 @@ class GenerationCalls:
             try:
                 item = first
                 while not isinstance(item, RequestFinished):
-                    event, output = await self._event(item, writer), item.item
+                    event, output = await self._event(caller, item, writer), item.item
                     if not output.is_repeat:
                         if position is not None:
                             _advance(position, item)
@@ -218,15 +233,17 @@ class GenerationCalls:
                 held += writer.failure(internal_error(self._service, writer.request_id, error))
             yield held + writer.end
 
-    async def _event(self, item: ChoiceOutput, writer: AnswerWriter) -> str | None:
+    async def _event(self, caller: Caller, item: ChoiceOutput, writer: AnswerWriter) -> str | None:
         # The output of a step is small. A prompt may be long, and so may its token ids in the first event.
         if writer.is_long(item):
-            return await self._service.threads.run_admitted(writer.event, item)
+            threads = self._service.threads.of(caller.tenant, writer.num_values(item))
+            return await threads.run_admitted(writer.event, item)
         return writer.event(item)
 
 
 async def whole_answer(
     service: GenerationService,
+    caller: Caller,
     items: AsyncGenerator[ChoiceOutput | RequestFinished],
     writer: AnswerWriter,
     keep: Callable[[], Awaitable[None]] | None = None,
@@ -239,7 +256,7 @@ async def whole_answer(
             if isinstance(item, RequestFinished):
                 write = partial(_written, writer, outputs, item)
                 is_small = size <= SMALL_ANSWER_VALUES
-                result = write() if is_small else await service.threads.run_admitted(write)
+                result = write() if is_small else await service.threads.of(caller.tenant, size).run_admitted(write)
                 if keep is not None:
                     await keep()
                 return result
@@ -264,9 +281,9 @@ def _from(asked: GenerationInput, origin: Origin) -> GenerationInput:
     return asked if origin.caller.tenant is None else replace(asked, tenant=origin.caller.tenant)
 
 
-def _origin(request: Request) -> Origin:
+def _origin(request: Request, raw: bytes) -> Origin:
     headers = request.headers
-    return Origin(caller_of(request), headers.get(TRACEPARENT), headers.get(CANARY_KEY_HEADER, ""))
+    return Origin(caller_of(request), headers.get(TRACEPARENT), headers.get(CANARY_KEY_HEADER, ""), len(raw))
 
 
 def ignored_header(ignored: Iterable[str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from coordinator.api.answer.json_text import to_json_text
 from coordinator.api.anthropic.message_body import CountTokensBody
 from coordinator.api.http.calls import unread
 from coordinator.api.http.generation_calls import ignored_header
-from coordinator.api.http.http_transport import caller_of, read_body, request_id_of, unless_small
+from coordinator.api.http.http_transport import caller_of, read_body, request_id_of, unless_left, unless_small
 from coordinator.api.http.openapi import openapi_json
 from coordinator.api.schema.openai_schema import (
     DETOKENIZE_TOKENS_MAX,
@@ -26,7 +27,7 @@ from coordinator.api.schema.openai_schema import (
     parse_body,
 )
 from coordinator.api.schema.translated_body import renamed_errors, translated
-from coordinator.intake.generation_request import GenerationInput
+from coordinator.intake.generation_request import GenerationInput, Origin
 from coordinator.service.generation_service import GenerationService
 from outrider import __version__
 from outrider.errors import InvalidRequest, ModelNotFound
@@ -125,14 +126,17 @@ class HttpApi:
 
     async def tokenize(self, request: Request) -> Response:
         await self._service.admit(caller_of(request))
-        raw = await read_body(request)
+        return await unless_left(request, self._tokenize(request, await read_body(request)))
+
+    async def _tokenize(self, request: Request, raw: bytes) -> Response:
+        caller, threads = caller_of(request), self._service.threads
 
         def read() -> tuple[TokenizeBody, GenerationInput]:
             body = parse_body(TokenizeBody, raw)
-            return body, body.to_input(request_id_of(request))
+            return body, replace(body.to_input(request_id_of(request)), origin=Origin(caller, num_bytes=len(raw)))
 
-        body, text = await unless_small(self._service.threads, raw, read)
-        tokenizer, longest = self._service.catalog.tokenizer_of(body.model, caller_of(request))
+        body, text = await unless_small(threads, caller, raw, read)
+        tokenizer, longest = self._service.catalog.tokenizer_of(body.model, caller)
         tokens = await self._service.preparation.tokenize(text, tokenizer)
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
 
@@ -140,20 +144,24 @@ class HttpApi:
             entry = tokenizer.vocabulary_entry
             return to_json_text(answer | ({"token_strs": list(map(entry, tokens))} if body.return_token_strs else {}))
 
-        content = await unless_small(self._service.threads, raw, write)
+        content = await unless_small(threads, caller, raw, write)
         return Response(content, media_type="application/json")
 
     async def count_tokens(self, request: Request) -> Response:
         """Counts the tokens of a conversation of Anthropic's API."""
         await self._service.admit(caller_of(request))
-        raw = await read_body(request)
+        return await unless_left(request, self._count_tokens(request, await read_body(request)))
+
+    async def _count_tokens(self, request: Request, raw: bytes) -> Response:
+        caller = caller_of(request)
 
         def read() -> tuple[CountTokensBody, GenerationInput]:
             body = parse_body(CountTokensBody, raw)
-            return body, translated(body, body.translate, request_id_of(request))
+            asked = translated(body, body.translate, request_id_of(request))
+            return body, replace(asked, origin=Origin(caller, num_bytes=len(raw)))
 
-        body, asked = await unless_small(self._service.threads, raw, read)
-        tokenizer = self._service.catalog.find(asked.model, caller_of(request)).served.tokenizer
+        body, asked = await unless_small(self._service.threads, caller, raw, read)
+        tokenizer = self._service.catalog.find(asked.model, caller).served.tokenizer
         with renamed_errors(body.names):
             tokens = await self._service.preparation.tokenize(asked, tokenizer)
         ignored = [*body.ignored, *unread(body.template_words(), tokenizer)]
@@ -170,17 +178,21 @@ class HttpApi:
 
     async def detokenize(self, request: Request) -> Response:
         await self._service.admit(caller_of(request))
-        raw = await read_body(request)
+        return await unless_left(request, self._detokenize(request, await read_body(request)))
+
+    async def _detokenize(self, request: Request, raw: bytes) -> Response:
+        caller, threads = caller_of(request), self._service.threads
 
         def read() -> DetokenizeBody:
             body = parse_body(DetokenizeBody, raw)
             check_count("tokens", body.tokens, DETOKENIZE_TOKENS_MAX)
             return body
 
-        body = await unless_small(self._service.threads, raw, read)
-        tokenizer, _ = self._service.catalog.tokenizer_of(body.model, caller_of(request))
-        await unless_small(self._service.threads, raw, partial(_check_token_ids, body.tokens, tokenizer.vocab_size))
-        text = await self._service.preparation.decode(body.tokens, tokenizer, skip_special_tokens=False)
+        body = await unless_small(threads, caller, raw, read)
+        tokenizer, _ = self._service.catalog.tokenizer_of(body.model, caller)
+        await unless_small(threads, caller, raw, partial(_check_token_ids, body.tokens, tokenizer.vocab_size))
+        decode = self._service.preparation.decode
+        text = await decode(body.tokens, tokenizer, Origin(caller), skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
 

@@ -42,6 +42,8 @@ BODY_PACE_BYTES: Final = 1024
 SMALL_BODY_BYTES: Final = 16 << 10
 """A body up to this length is parsed on the event loop, a longer one in a thread."""
 _LENGTH_DIGITS_MAX: Final = 20
+CLIENT_CLOSED_REQUEST: Final = 499
+"""nginx's status for a client that disconnected."""
 
 
 class EventStream(Response):
@@ -282,9 +284,14 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
         await until_ended(working, leaving)
 
 
-async def unless_small(threads: WorkerThreads, raw: bytes, work: Callable[[], ResultT]) -> ResultT:
-    """Does `work` on a body here if that is small, else in a thread."""
-    return work() if len(raw) <= SMALL_BODY_BYTES else await threads.run(work)
+async def unless_left(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Returns the answer that `work` makes of a body that has been read. A client that disconnects cancels it."""
+    return await unless_disconnected(request, work) or Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def unless_small(threads: WorkerThreads, caller: Caller, raw: bytes, work: Callable[[], ResultT]) -> ResultT:
+    """Does `work` on a caller's body here if that is small, else in a thread."""
+    return work() if len(raw) <= SMALL_BODY_BYTES else await threads.of(caller.tenant, len(raw)).run(work)
 
 
 async def first_of(items: AsyncGenerator[ResultT]) -> ResultT:

@@ -83,21 +83,21 @@ class LineCalls:
     async def run(self, batch: Batch, url: str, body: bytes, request_id: str, hold: Hold) -> LineResult:
         """Runs a line. Raises as GenerationService.prepare and GenerationService.generate."""
         service = self._service
+        origin = Origin(caller := _caller_of(batch), num_bytes=len(body))
         turn = nullcontext() if len(body) <= SMALL_BODY_BYTES else self._long_lines
         async with turn:
-            asked = await unless_small(service.threads, body, lambda: self._read(url, body, request_id))
-        caller = _caller_of(batch)
+            asked = await unless_small(service.threads, caller, body, lambda: self._read(url, body, request_id))
         model = service.catalog.find(asked.inputs[0].model, caller).name
         async with hold(model, num_sequences(asked.inputs)):
             arrival_s = service.environment.now_s()
             async with turn:
                 with renamed_errors(asked.names):
-                    specs = [in_background(await service.prepare(self._input(each, caller))) for each in asked.inputs]
+                    specs = [in_background(await service.prepare(self._input(each, origin))) for each in asked.inputs]
             writer = asked.new_writer(specs, False)
             items = (
                 service.generate(specs[0], arrival_s) if len(specs) == 1 else generate_each(service, specs, arrival_s)
             )
-            content = await whole_answer(service, items, writer)
+            content = await whole_answer(service, caller, items, writer)
         return LineResult(200, request_id, await asyncio.to_thread(json.loads, content))
 
     def failure(self, error: Exception, request_id: str) -> LineResult:
@@ -114,10 +114,10 @@ class LineCalls:
             raise InvalidRequest("stream", "a line of a batch is answered whole; leave stream out")
         return asked
 
-    def _input(self, asked: GenerationInput, caller: Caller) -> GenerationInput:
-        tenant = asked.tenant if caller.tenant is None else caller.tenant
+    def _input(self, asked: GenerationInput, origin: Origin) -> GenerationInput:
+        tenant = asked.tenant if origin.caller.tenant is None else origin.caller.tenant
         deadline_s = asked.deadline_s or self._service.environment.settings.deadline_max_s
-        return replace(asked, origin=Origin(caller), tenant=tenant, deadline_s=deadline_s, priority=PRIORITY_MAX)
+        return replace(asked, origin=origin, tenant=tenant, deadline_s=deadline_s, priority=PRIORITY_MAX)
 
 
 def _caller_of(batch: Batch) -> Caller:

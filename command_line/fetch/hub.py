@@ -73,7 +73,8 @@ class HubSource:
         self.commit: str | None = revision if _COMMIT.fullmatch(revision) else None
         self._revision = revision
         self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-        self._host = httpx.URL(self._endpoint).host or self._endpoint
+        endpoint = httpx.URL(self._endpoint)
+        self._host, self._scheme = endpoint.host or self._endpoint, endpoint.scheme
         if not has_revision or not revision:
             raise self._unpinned()
 
@@ -189,7 +190,7 @@ class HubSource:
                 if request is None:
                     yield response
                     return
-                if request.url.scheme != "https" and self._endpoint.startswith("https:"):
+                if request.url.scheme not in ("https", self._scheme):
                     raise ConfigurationError(f"{self._host} redirects to {_shown(request.url)}, which is not https")
             finally:
                 response.close()

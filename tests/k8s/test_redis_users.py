@@ -73,6 +73,11 @@ async def test_a_worker_keeps_its_lease_and_sees_nothing_else(folder: Path, pool
         await coordinator.close()
 
 
+OLD_HEARTBEAT = """
+redis.call('SET', KEYS[1], redis.call('GET', KEYS[1]) or redis.call('TIME')[1])
+return redis.call('ZADD', KEYS[2], 1, 'a')
+"""
+"""What a worker of the previous release does."""
 FORBIDDEN = [
     # It may run for ever, and Redis answers nobody else meanwhile.
     *("EVAL 'return 1' 0", "EVALSHA {sha} 0", "SCRIPT LOAD 'return 1'", "SCRIPT FLUSH", "SCRIPT KILL"),
@@ -175,6 +180,19 @@ async def test_what_a_worker_writes_keeps_nobody_else_waiting(folder: Path) -> N
     finally:
         await worker.close()
         await coordinator.close()
+
+
+def test_an_upgrade_may_leave_old_workers_their_scripts(folder: Path) -> None:
+    secret = first(render({"redis": {"allowWorkerScripts": True}}), "Secret", "redis")["stringData"]
+    _, rules = re.findall(r"^user (target|draft) (.*)$", secret["users.conf"], re.MULTILINE)[0]
+    with redis.Redis.from_url(url_of(folder, "admin")) as admin:
+        admin.execute_command("ACL", "SETUSER", "old", *rules.split(), ">old")
+        sha = admin.script_load(OLD_HEARTBEAT)
+    with redis.Redis.from_url(url_of(folder, "admin").replace("admin:admin", "old:old")) as old:
+        assert old.evalsha(sha, 2, "{or:target}:joined", "{or:target}:leases")
+        assert old.script_load(OLD_HEARTBEAT) == sha
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            old.eval("return 1", 0)
 
 
 def test_the_chart_makes_the_same_users(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from io import TextIOWrapper
@@ -20,7 +21,8 @@ class _PrivateFile(RotatingFileHandler):
     """A file that only its owner can read: lines name tenants, requests and addresses."""
 
     def _open(self) -> TextIOWrapper:
-        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=open_private)
+        descriptor = open_private(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        return os.fdopen(descriptor, self.mode, encoding=self.encoding)
 
 
 class ChildLog:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jinja2
 from jinja2 import nodes
@@ -219,6 +219,13 @@ class _BoundedFunctions(dict[str, Callable[..., Any]]):
         super().__setitem__(name, _bounded(name, function))
 
 
+def _all_bounded(functions: Mapping[str, Any]) -> _BoundedFunctions:
+    found = _BoundedFunctions()
+    for name, function in functions.items():
+        found[name] = function
+    return found
+
+
 def _turns(values: Any, size: int) -> Iterator[Any]:
     """What a loop runs over, each with the steps of its body."""
     for value in values:
@@ -262,8 +269,8 @@ def _output(_: Context, value: Any) -> Any:
 _OPERATIONS: Final = {"_turns": _turns, "_joined": _joined, "_sliced": _sliced, "_compared": _compared, "_key": _key}
 
 
-def _applied(name: str, value: nodes.Expr, *arguments: nodes.Expr) -> nodes.Expr:
-    return nodes.Filter(value, name, list(arguments), [], None, None, lineno=value.lineno)
+def _applied(name: str, value: nodes.Node, *arguments: nodes.Expr) -> nodes.Expr:
+    return nodes.Filter(cast(nodes.Expr, value), name, list(arguments), [], None, None, lineno=value.lineno)
 
 
 def _static_size(node: nodes.Node) -> int:
@@ -317,20 +324,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named, optimized=False, finalize=_output)
-        for table in (self.filters, self.globals):
-            for name in _NOT_OFFERED:
-                table.pop(name, None)
-        self.filters = self._all_bounded(self.filters)
+        for name in _NOT_OFFERED:
+            self.filters.pop(name, None)
+            self.globals.pop(name, None)
+        self.filters: Any = _all_bounded(self.filters)
         self.filters.update(_OPERATIONS)
-        self.tests = self._all_bounded(self.tests)
+        self.tests: Any = _all_bounded(self.tests)
         self._size = 0  # of the template, in steps
-
-    @staticmethod
-    def _all_bounded(functions: Mapping[str, Callable[..., Any]]) -> _BoundedFunctions:
-        found = _BoundedFunctions()
-        for name, function in functions.items():
-            found[name] = function
-        return found
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > TEMPLATE_CHARS_MAX:

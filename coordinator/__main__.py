@@ -31,7 +31,7 @@ from outrider.visible_text import visible
 SETTINGS: Final = (CoordinatorSettings, Listen)
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store" below the folder, and Linux's limit of
 # 107.
-_RAY_TEMP_DIR_BYTES_MAX: Final = 107 - 64
+_RAY_TEMP_DIR_BYTES_MAX: Final = 107 - 64 - len("/r")
 
 
 _ONLY_IN_FILES: Final = frozenset(name for name, each in settings_of(CoordinatorSettings).items() if each.flag is None)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable
-from io import TextIOWrapper
+from io import BufferedWriter, FileIO, TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -21,8 +20,8 @@ class _PrivateFile(RotatingFileHandler):
     """A file that only its owner can read: lines name tenants, requests and addresses."""
 
     def _open(self) -> TextIOWrapper:
-        descriptor = open_private(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        return os.fdopen(descriptor, self.mode, encoding=self.encoding)
+        raw = FileIO(self.baseFilename, "a", opener=open_private)
+        return TextIOWrapper(BufferedWriter(raw), encoding=self.encoding)
 
 
 class ChildLog:

@@ -10,7 +10,7 @@ is made again. They also need nothing that somebody has to load into Redis first
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import redis.asyncio
 from redis.asyncio.client import Pipeline
@@ -49,7 +49,8 @@ async def write(
             seconds, microseconds = await calls.time()
             calls.multi()
             calls.delete(key)
-            calls.hset(key, mapping={"joined_at_us": joined_at_us, **record.to_fields()})
+            stored: dict[Any, Any] = {"joined_at_us": joined_at_us, **record.to_fields()}
+            calls.hset(key, mapping=stored)
             calls.pexpire(key, life_ms)
             calls.zadd(f"{prefix}leases", {record.worker_id: int(seconds) * 1000 + int(microseconds) // 1000 + life_ms})
             # The order of joins survives a Redis that lost everything.
@@ -92,10 +93,10 @@ async def remove(client: redis.asyncio.Redis, prefix: str, record: WorkerRecord)
 
 
 def _tell(calls: Pipeline, prefix: str, kind: str, record: WorkerRecord) -> None:
-    fields = {"kind": kind, "worker_id": record.worker_id, "incarnation": record.incarnation}
+    fields: dict[Any, Any] = {"kind": kind, "worker_id": record.worker_id, "incarnation": record.incarnation}
     calls.xadd(f"{prefix}events", fields, maxlen=_EVENTS_MAX, approximate=True)
 
 
-def _number(text: str | None) -> int:
+def _number(text: str | bytes | None) -> int:
     """A number that another process of the pool has written; 0 for anything else."""
-    return int(text) if text and text.isascii() and text.isdecimal() else 0
+    return int(text) if isinstance(text, str) and text.isascii() and text.isdecimal() else 0

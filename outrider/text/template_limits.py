@@ -266,7 +266,13 @@ def _output(_: Context, value: Any) -> Any:
     return value
 
 
-_OPERATIONS: Final = {"_turns": _turns, "_joined": _joined, "_sliced": _sliced, "_compared": _compared, "_key": _key}
+_OPERATIONS: Final[dict[str, Any]] = {
+    "_turns": _turns,
+    "_joined": _joined,
+    "_sliced": _sliced,
+    "_compared": _compared,
+    "_key": _key,
+}
 
 
 def _applied(name: str, value: nodes.Node, *arguments: nodes.Expr) -> nodes.Expr:

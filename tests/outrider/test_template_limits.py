@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,9 +201,12 @@ async def test_a_chat_whose_template_takes_many_steps_is_rendered_in_a_thread(tm
     tokenizer = with_template(tmp_path, template)
     done_in: list[str] = []
     render = tokenizer.render_chat
-    tokenizer.render_chat = lambda *given, **named: (  # type: ignore[method-assign]
-        done_in.append(threading.current_thread().name) or render(*given, **named)
-    )
+
+    def render_chat(*given: Any, **named: Any) -> str:
+        done_in.append(threading.current_thread().name)
+        return render(*given, **named)
+
+    tokenizer.render_chat = render_chat  # type: ignore[method-assign]
     threads = WorkerThreads()
     try:
         preparation = RequestPreparation(

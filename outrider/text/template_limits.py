@@ -227,14 +227,14 @@ def _all_bounded(functions: Mapping[str, Any]) -> _BoundedFunctions:
 
 
 def _turns(values: Any, size: int) -> Iterator[Any]:
-    """What a loop runs over, each with the steps of its body."""
+    """Yields the entries of a loop, and takes the steps of its body for each."""
     for value in values:
         _take(1 + size)
         yield value
 
 
 def _joined(values: Iterable[Any]) -> str:
-    """What `~` makes of its operands."""
+    """Joins operands, as `~` does."""
     _take(1 + _weigh(values) // _CHARS_A_STEP)
     return "".join(map(str, values))
 

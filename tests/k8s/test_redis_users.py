@@ -77,7 +77,7 @@ OLD_HEARTBEAT = """
 redis.call('SET', KEYS[1], redis.call('GET', KEYS[1]) or redis.call('TIME')[1])
 return redis.call('ZADD', KEYS[2], 1, 'a')
 """
-"""What a worker of the previous release does."""
+"""A script as workers of the previous release run."""
 FORBIDDEN = [
     # It may run for ever, and Redis answers nobody else meanwhile.
     *("EVAL 'return 1' 0", "EVALSHA {sha} 0", "SCRIPT LOAD 'return 1'", "SCRIPT FLUSH", "SCRIPT KILL"),

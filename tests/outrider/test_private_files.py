@@ -38,7 +38,7 @@ def test_a_folder_that_others_may_only_read_is_closed(tmp_path: Path, given: int
 
 @pytest.mark.parametrize("given", [0o777, 0o1777, 0o770, 0o722])
 def test_a_folder_that_others_may_write_is_refused_and_stays(tmp_path: Path, given: int) -> None:
-    """What lies in it may be theirs; and /tmp itself must not be closed to everybody."""
+    """Its files may be theirs; and /tmp itself must not be closed to everybody."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a").chmod(given)
     with pytest.raises(ConfigurationError, match="others may write into it"):

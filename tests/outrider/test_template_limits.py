@@ -106,7 +106,7 @@ HOSTILE = {
 
 
 def render_in_a_child(templates: dict[str, str]) -> dict[str, str]:
-    """What comes of each template in a process with little memory, which ends after a time of the processor."""
+    """Renders each template in a process with little memory, and returns the outcomes by name."""
     script = (
         "import json, resource, sys\n"
         f"resource.setrlimit(resource.RLIMIT_AS, ({LIMIT_BYTES}, {LIMIT_BYTES}))\n"

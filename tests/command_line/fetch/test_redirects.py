@@ -1,4 +1,4 @@
-"""Where a Hub, or whoever answers for it, may send `outrider fetch`, and how much it may say."""
+"""Whoever answers for the Hub sends `outrider fetch` to public addresses alone, and is read up to a bound."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from command_line.audit.command import audit
@@ -24,6 +23,7 @@ from command_line.passthrough import PASSTHROUGH, coordinator, draft_worker, mem
 from command_line.plan.command import plan
 from command_line.profile import profile
 from command_line.simulate.command import simulate
+from command_line.terminal import TerminalConsole, print_line
 from outrider import __version__
 from outrider.errors import OutriderError
 
@@ -71,7 +71,7 @@ app.command(rich_help_panel="One process", **PASSTHROUGH)(coordinator)
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"outrider {__version__}")
+        print_line(f"outrider {__version__}")
         raise typer.Exit
 
 
@@ -94,7 +94,7 @@ def main() -> None:
                 raise
             raise not_installed(error.name, "worker") from error
     except OutriderError as error:
-        Console(stderr=True).print(Text.assemble(("outrider: ", "bold red"), error.message), soft_wrap=True)
+        TerminalConsole(stderr=True).print(Text.assemble(("outrider: ", "bold red"), error.message), soft_wrap=True)
         sys.exit(1)
     except BrokenPipeError:
         # The reader closed our output, as `| head` does. Without this the interpreter complains again at

@@ -29,6 +29,7 @@ from command_line.client import (
 )
 from command_line.report import print_notes
 from command_line.settings import naming
+from command_line.terminal import TerminalConsole, print_line
 from outrider.errors import ConfigurationError
 
 CTRL_C_STATUS: Final = 128 + 2
@@ -99,7 +100,7 @@ def _converse(address: str, api_key: str | None, body: dict[str, Any], *, is_com
 
     Lines are read while no event loop runs: a signal ends the wait for one at once.
     """
-    console, status = Console(highlight=False), 0
+    console, status = TerminalConsole(), 0
     with asyncio.Runner() as runner, closing(_Conversation(runner, address, api_key, body, is_completing)) as asked:
         try:
             asked.find_model(console)
@@ -192,7 +193,7 @@ def _read_line() -> str | None:
     try:
         return input("> ")
     except EOFError:
-        print()
+        print_line()
         return None
 
 

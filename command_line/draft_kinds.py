@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from outrider.engine.heads.kind import HeadKind, folder_kind, is_head
-from outrider.engine.loading.checkpoint_files import read_json
 from outrider.engine.options import MASK_TOKEN_KEYS
+from outrider.model_files import read_json
 
 EARLY_EXIT_SHARE: Final = 4
 """A quarter of the target's layers draft: fewer are wrong too often, more take too long."""

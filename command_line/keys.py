@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from command_line.terminal import TerminalConsole
 from coordinator.access.api_keys import KeyFile, Scope, entry, new_key
 from outrider.errors import ConfigurationError
 
@@ -75,4 +75,4 @@ def keys(
             opened.write(f"\n{text}" if opened.tell() else text)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{file} cannot take the key: {error}") from error
-    Console().print(key, highlight=False, soft_wrap=True)
+    TerminalConsole().print(key, soft_wrap=True)

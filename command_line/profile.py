@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from command_line.report import print_notes
+from command_line.terminal import TerminalConsole, print_line
 from outrider.engine.loading.machine import hardware
 from outrider.engine.options import Device, Dtype, EngineOptions, Quantization
 
@@ -107,7 +108,7 @@ def profile(
         engine.dismiss()
     name = hardware() if place == "cpu" else torch.cuda.get_device_name(place)
     if as_json:
-        print(json.dumps({"device": name, "speed": asdict(speed), "steps": [_as_json(each) for each in found]}))
+        print_line(json.dumps({"device": name, "speed": asdict(speed), "steps": [_as_json(each) for each in found]}))
     else:
         _report(model, name, num_threads, speed, found, context, is_cut=group is not None)
 
@@ -128,7 +129,7 @@ def _report(
     is_cut: bool,
 ) -> None:
     threads = f", {num_threads} thread{'s'[: num_threads > 1]}"
-    console = Console(highlight=False)
+    console = TerminalConsole()
     console.print(
         f"{device}{threads}: reads {speed.bytes_per_s / 1e9:.1f} GB/s, computes {speed.flops_per_s / 1e9:.0f} GFLOP/s",
         soft_wrap=True,
@@ -144,7 +145,7 @@ def _report(
             f"{each.num_sequences} × {each.num_rows}",
             *(f"{part:.2f}" for part in [*parts, each.choice_ms]),
             *(
-                f"[bold]{part:.2f}[/bold]" if is_binding else f"{part:.2f}"
+                Text(f"{part:.2f}", "bold" if is_binding else "")
                 for part, is_binding in (
                     (each.read_ms, each.is_bound_by_reading),
                     (each.compute_ms, not each.is_bound_by_reading),

@@ -92,5 +92,5 @@ class Progress:
 
     def _refresh(self) -> None:
         if self._status is not None:
-            waiting = f" [dim]waiting for {', '.join(self._pending)}[/dim]" if self._pending else ""
-            self._status.update(f"{self._message}{waiting}")
+            waiting = f" waiting for {', '.join(self._pending)}" if self._pending else ""
+            self._status.update(Text.assemble(self._message, (waiting, "dim")))

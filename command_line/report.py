@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from command_line.terminal import print_line
+
 
 def figure(value: float | None, form: str) -> str:
     """A value in a format such as {:.0%}; "-" where there is none."""
@@ -43,7 +45,7 @@ def is_printed(file: Path | None) -> bool:
 def write_json(document: Any, file: Path | None) -> None:
     """Writes one JSON object to a --json file; - is standard output, None writes nothing."""
     if is_printed(file):
-        print(json.dumps(document), flush=True)
+        print_line(json.dumps(document))
     elif file is not None:
         file.write_text(json.dumps(document) + "\n", encoding="utf-8")
 

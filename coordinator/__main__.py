@@ -26,11 +26,12 @@ from outrider.registry.redis_connection import redis_url_from
 from outrider.registry.registry import check_redis
 from outrider.security.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
 from outrider.settings import from_flags, from_mapping, make_parser, settings_of
+from outrider.visible_text import visible
 
 SETTINGS: Final = (CoordinatorSettings, Listen)
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store" below the folder, and Linux's limit of
 # 107.
-_RAY_TEMP_DIR_BYTES_MAX: Final = 107 - 64
+_RAY_TEMP_DIR_BYTES_MAX: Final = 107 - 64 - len("/r")
 
 
 _ONLY_IN_FILES: Final = frozenset(name for name, each in settings_of(CoordinatorSettings).items() if each.flag is None)
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check_before_start(settings, listen)
     except OutriderError as error:
-        print(f"coordinator: {error.message}", file=sys.stderr)
+        print(visible(f"coordinator: {error.message}"), file=sys.stderr)
         return 1
     announce = partial(_announce, settings, listen)
     if listen.hosting is Hosting.PLAIN:

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Creates Redis' users with new passwords: coordinators, which may read and write everything, and target and draft workers,
-# which may use only the leases of their own pool. So a compromised worker cannot read prompts in Redis.
+# which may use only the leases of their own pool, by the commands that keep one. So a compromised worker cannot read prompts
+# in Redis, nor stop it: it may run no script, which could run for ever, and no command that goes through all keys or waits.
 #
 #   k8s/redis_users.sh FOLDER [ADDRESS]
 #
@@ -22,16 +23,18 @@ redis://*) ;;
 esac
 mkdir -p "$folder"
 
-user() { # NAME KEYS-AND-MORE
+user() { # NAME COMMANDS-AND-KEYS
   password=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
   hash=$(printf %s "$password" | sha256sum | cut -c1-64)
-  echo "user $1 on #$hash +@all -@admin -@dangerous $2"
+  echo "user $1 on #$hash resetchannels $2"
   echo "${address%%://*}://$1:$password@${address#*://}/0$certificates" >"$folder/url-$1"
 }
 
+# Those of outrider/registry/own_lease.py.
+lease="-@all +ping +select +time +watch +unwatch +multi +exec +discard +hget +hmget +hset +del +pexpire +zadd +zincrby +zrem +xadd"
 {
   echo "user default off"
-  user coordinator "~* &*"
-  user target "~{or:target}:* -scan -randomkey"
-  user draft "~{or:draft}:* -scan -randomkey"
+  user coordinator "+@all -@admin -@dangerous ~*"
+  user target "$lease ~{or:target}:*"
+  user draft "$lease ~{or:draft}:*"
 } >"$folder/users.conf"

@@ -12,6 +12,7 @@ import socket
 from typing import Final
 
 PORT_MAX: Final = 65535
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 _NO_IPV6: Final = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
 
@@ -75,6 +76,30 @@ def is_unspecified(host: str) -> bool:
         return ipaddress.ip_address(bare_host(host)).is_unspecified
     except ValueError:
         return False
+
+
+def is_ip_address(host: str) -> bool:
+    """Whether it is an address itself, rather than a name."""
+    try:
+        ipaddress.ip_address(bare_host(host).partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the public internet: not this machine's, not a private network's, not the
+    metadata service's of a cloud, and no IPv6 address that stands for such an IPv4 address."""
+    found = ipaddress.ip_address(bare_host(address).partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+        if found in _NAT64:
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        if inner is not None and not is_public(str(inner)):
+            return False
+        if found.ipv4_mapped is not None:
+            return True
+    return found.is_global and not found.is_multicast
 
 
 def bound_socket(host: str, port: int, *, is_reusing: bool = True) -> socket.socket:

@@ -32,7 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Inside a package: the rooms from the lowest to the highest. A module imports only its own room and lower ones.
 ROOMS: dict[str, tuple[str, ...]] = {
     "outrider": (
-        *("errors", "message_sizes", "buckets", "settings", "addresses", "concurrency", "audit", "sampling_params"),
+        *("errors", "visible_text", "message_sizes", "model_files", "buckets", "settings", "addresses"),
+        *("concurrency", "audit", "sampling_params"),
         *("local", "security"),
         "objective",
         *("text",),

@@ -23,6 +23,7 @@ from command_line.progress import Progress
 from command_line.report import print_notes
 from command_line.settings import naming, takes_settings
 from command_line.start.demo_prompts import DEMO_PROMPTS
+from command_line.terminal import TerminalConsole, print_line
 from outrider.audit import Verdict, exit_code
 from outrider.errors import ConfigurationError
 
@@ -72,7 +73,7 @@ def audit(**given: Any) -> None:
         asked = [audit_request(name, body, overrides) for name, body in bodies]
     if not asked:
         raise typer.BadParameter("there is no request in it", param_hint="--requests")
-    console = Console(stderr=options.json, highlight=False)
+    console = TerminalConsole(stderr=options.json)
     try:
         reports = asyncio.run(_audit(asked, options))
     except ConfigurationError as error:  # 1, the status of other errors, is that of a changed output
@@ -81,17 +82,17 @@ def audit(**given: Any) -> None:
     caption = f"{len(asked)} requests, {options.repeat} × with speculation, {options.concurrency} at once"
     _print(console, reports, f"{options.url}; {caption}")
     if options.json:
-        print(json.dumps(as_dict(reports, is_speculation_required=options.require_speculation)), flush=True)
+        print_line(json.dumps(as_dict(reports, is_speculation_required=options.require_speculation)))
     is_unproven = options.require_speculation and not num_verified(reports)
     raise typer.Exit(exit_code([report.verdict for report in reports], is_unproven=is_unproven))
 
 
 def _print_missing_server(message: str, *, is_json: bool) -> None:
-    Console(stderr=True, highlight=False).print(Text.assemble(("outrider: ", "bold red"), message), soft_wrap=True)
+    TerminalConsole(stderr=True).print(Text.assemble(("outrider: ", "bold red"), message), soft_wrap=True)
     if is_json:
         nothing = as_dict((), is_speculation_required=False)
         failure = {"verdict": Verdict.FAILED.value, "exit_code": exit_code([Verdict.FAILED]), "error": message}
-        print(json.dumps(nothing | failure), flush=True)
+        print_line(json.dumps(nothing | failure))
 
 
 def _bodies(options: AuditOptions, fixed: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -119,7 +120,7 @@ async def _audit(asked: Sequence[AuditRequest], options: AuditOptions) -> list[R
     """Every request's report, in order; at most `concurrency` requests run at once. Raises ConfigurationError for a
     server that is missing, or wants a key."""
     gate, num_done = asyncio.Semaphore(options.concurrency), 0
-    with Progress(Console(stderr=True, highlight=False)) as progress:
+    with Progress(TerminalConsole(stderr=True)) as progress:
         progress.say(f"Auditing {options.url} with {len(asked)} requests.")
         async with new_client(options.url, options.api_key, options.timeout_s) as client:
             await look_for(client, options.url, "OUTRIDER_API_KEY")

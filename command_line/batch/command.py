@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from command_line.batch.client import BatchClient, RequestFile
@@ -19,6 +18,7 @@ from command_line.batch.ray_data import run_pieces
 from command_line.client import ApiError, server_address
 from command_line.progress import Progress
 from command_line.settings import naming, takes_settings
+from command_line.terminal import TerminalConsole
 
 _SOME_FAILED = 3
 _INTERRUPTED = 130
@@ -86,7 +86,7 @@ def status(**given: Any) -> None:
     """Show a batch: its state, its lines, its files, and the errors of its file."""
     options = BatchOptions(**given)
     found = asyncio.run(_one(options, _address(options), is_cancelling=False))
-    Console().print_json(json.dumps(found))
+    TerminalConsole().print_json(json.dumps(found))
 
 
 @batch.command()
@@ -104,7 +104,7 @@ def _address(options: ServerOptions) -> str:
 
 
 def _print(text: str) -> None:
-    Console(stderr=True, highlight=False).print(Text(text), soft_wrap=True)
+    TerminalConsole(stderr=True).print(Text(text), soft_wrap=True)
 
 
 async def _one(options: BatchOptions, url: str, *, is_cancelling: bool) -> dict[str, Any]:
@@ -115,7 +115,7 @@ async def _one(options: BatchOptions, url: str, *, is_cancelling: bool) -> dict[
 async def _run(options: RunOptions, url: str, file: RequestFile, output: Path, state: dict[str, Any]) -> int:
     """Runs a file; returns the exit status. `state` gets the batch's id."""
     try:
-        with Progress(Console(stderr=True, highlight=False)) as progress:
+        with Progress(TerminalConsole(stderr=True)) as progress:
             async with BatchClient.at(options, url) as client:
                 found = None if options.new else await client.find(file)
                 if found is None:
@@ -135,7 +135,7 @@ async def _run(options: RunOptions, url: str, file: RequestFile, output: Path, s
 
 def _run_pieces(options: RunOptions, url: str) -> int:
     """Runs files of any size; returns the exit status."""
-    with Progress(Console(stderr=True, highlight=False)) as progress:
+    with Progress(TerminalConsole(stderr=True)) as progress:
         try:
             totals = run_pieces(options, url, progress)
         except KeyboardInterrupt:

@@ -23,6 +23,7 @@ from command_line.load.summary import Slo
 from command_line.report import check_writable, is_printed, print_notes, write_json
 from command_line.settings import naming, takes_settings
 from command_line.start.demo_prompts import DEMO_PROMPTS
+from command_line.terminal import TerminalConsole
 from outrider.engine.loading.machine import hardware
 from outrider.local.until_signalled import run_until_signalled
 
@@ -67,7 +68,7 @@ def bench(**given: Any) -> None:
     found = cells(run.names, run.measured, run.slo)
     if found:
         is_cut_short = status != 0
-        _print(Console(stderr=is_printed(options.json), highlight=False), run, found, is_cut_short)
+        _print(TerminalConsole(stderr=is_printed(options.json)), run, found, is_cut_short)
         made = document(run, found, has_requests=options.requests, is_cut_short=is_cut_short)
         write_json(made, options.json)
         if options.plot is not None:
@@ -137,7 +138,7 @@ def _exit_code(run: Run, found: Sequence[Cell]) -> int:
     if not silent:
         return 0
     causes = {cause for cell in found if cell.server in silent for cause in cell.summary.failures}
-    Console(stderr=True, highlight=False).print(
+    TerminalConsole(stderr=True).print(
         Text.assemble(("outrider: ", "bold red"), f"every request to {', '.join(silent)} failed: {', '.join(causes)}"),
         soft_wrap=True,
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from rich.console import Console
-
 from command_line.bench.cells import TurnResult
 from command_line.bench.runner import ready_servers, run_turns
 from command_line.load.load import Plan, Turn
@@ -14,6 +12,7 @@ from command_line.load.prompts import Workload
 from command_line.load.requests import Server
 from command_line.load.summary import Slo
 from command_line.progress import Progress
+from command_line.terminal import TerminalConsole
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Run:
 async def measure(run: Run, *, model: str | None, api_key: str | None) -> int:
     """Fills `run.measured` turn by turn and returns exit status 0. Raises ConfigurationError for a server that is
     down."""
-    with Progress(Console(stderr=True, highlight=False)) as progress:
+    with Progress(TerminalConsole(stderr=True)) as progress:
 
         def on_request(turn: Turn, num_ended: int) -> None:
             wanted = run.plan.num_requests_at(turn.level)

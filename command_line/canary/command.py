@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
 from command_line.canary import options, report
+from command_line.terminal import TerminalConsole, print_line
 from outrider.canary.plan import DURATION_MAX_S, ArmChange, CanaryPlan, CanaryState, Objective, Rule
 from outrider.canary.store import CanaryStore, CanaryView
 from outrider.errors import ConfigurationError
@@ -99,7 +99,7 @@ def start(
     except ValueError as error:
         raise typer.BadParameter(_first_line(error)) from None
     asked = _with_store(redis_url, redis_url_file, lambda store: _begin(store, plan))
-    Console(highlight=False).print(report.page(asked))
+    TerminalConsole().print(report.page(asked))
 
 
 async def _begin(store: CanaryStore, plan: CanaryPlan) -> CanaryView:
@@ -140,13 +140,13 @@ def status(
 
 async def _look(store: CanaryStore, as_json: bool, every_s: float | None) -> CanaryView:
     """Prints the state once, or repeatedly until it is decided; returns the last view."""
-    console = Console(highlight=False)
+    console = TerminalConsole()
     is_live = every_s is not None and not as_json
     with Live(console=console, auto_refresh=False) if is_live else nullcontext() as live:
         while True:
             view = await store.exchange()
             if as_json:
-                print(json.dumps(report.as_dict(view)), flush=True)
+                print_line(json.dumps(report.as_dict(view)))
             elif live is None:
                 console.print(report.page(view))
             else:
@@ -220,7 +220,7 @@ async def _forget(store: CanaryStore) -> None:
 
 def _decide(redis_url: str | None, redis_url_file: Path | None, state: CanaryState, reason: str) -> None:
     decided = _with_store(redis_url, redis_url_file, lambda store: decide(store, state, reason))
-    Console(highlight=False).print(report.page(decided))
+    TerminalConsole().print(report.page(decided))
 
 
 async def decide(store: CanaryStore, state: CanaryState, reason: str) -> CanaryView:

@@ -27,6 +27,7 @@ from typing import Any, Final
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
+from command_line.terminal import print_line
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.security.certificate_authority import AUTHORITY_KEY, CertificateAuthority
 from outrider.security.tls import AUTHORITY, CERTIFICATE, PRIVATE_KEY, KeyMaterial, Role, read_folder
@@ -182,12 +183,12 @@ def main(words: Sequence[str]) -> int:
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])
         renewed = renew(Secrets((host, port)), given.prefix, given.parts)
     except KeyError as error:
-        print(f"certificates: {error} is not set: this runs in a pod of Kubernetes", file=sys.stderr)
+        print_line(f"certificates: {error} is not set: this runs in a pod of Kubernetes", stderr=True)
         return 2
     except OutriderError as error:
-        print(f"certificates: {error}", file=sys.stderr)
+        print_line(f"certificates: {error}", stderr=True)
         return 1
-    print(f"new certificates: {', '.join(renewed) or 'none is due'}")
+    print_line(f"new certificates: {', '.join(renewed) or 'none is due'}")
     return 0
 
 

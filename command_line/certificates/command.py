@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from command_line.terminal import TerminalConsole
 from outrider.errors import ConfigurationError
 from outrider.registry.worker_record import POOLS
 from outrider.security.certificate_authority import CertificateAuthority
@@ -55,17 +55,17 @@ def certificates(
     authority = CertificateAuthority.open(folder)
     here = ("localhost", "127.0.0.1")
     names = {Role.COORDINATOR: (*here, *(name or ())), Role.REDIS: (*here, "redis")}
-    console = Console()
+    console = TerminalConsole()
     workers = [_worker(each) for each in worker or ()]
     for role in Role:
         part = role.name.lower()
         authority.issue(folder / part, role, names=names.get(role, ()), valid_for=datetime.timedelta(days=days))
-        console.print(f"{folder / part}: {role.value}", highlight=False, soft_wrap=True)
+        console.print(f"{folder / part}: {role.value}", soft_wrap=True)
     for role, worker_id in workers:
         name_of_it = worker_name(role, worker_id)
         own = folder / f"{role.name.lower()}-{name_of_it.partition('.')[0]}"
         authority.issue(own, role, worker_ids=(worker_id,), valid_for=datetime.timedelta(days=days))
-        console.print(f"{own}: {name_of_it}", highlight=False, soft_wrap=True)
+        console.print(f"{own}: {name_of_it}", soft_wrap=True)
 
 
 def _worker(text: str) -> tuple[Role, str]:

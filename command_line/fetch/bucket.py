@@ -93,7 +93,12 @@ class BucketSource:
         file = listing.named(path)
         if file is None or not 0 < file.size <= _SMALL_BYTES:
             return b""
-        return b"".join(self.read(listing, file, 0))
+        found = b""
+        for chunk in self.read(listing, file, 0):
+            found += chunk
+            if len(found) > file.size:
+                raise ConfigurationError(f"{self.address}/{path} has more than the {file.size} bytes that are listed")
+        return found
 
     def _failed(self, error: Exception, what: str) -> Exception:
         errors = self._bucket.errors

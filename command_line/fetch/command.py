@@ -28,6 +28,7 @@ from command_line.fetch.sources import Source
 from command_line.fetch.transfer import Stopped, sha256_of
 from command_line.report import check_writable, write_json
 from command_line.settings import takes_settings
+from command_line.terminal import TerminalConsole
 from outrider.engine.loading.checkpoint_files import check_checkpoint
 from outrider.errors import ConfigurationError
 
@@ -64,7 +65,7 @@ def fetch(**given: Any) -> None:
     """
     options = FetchOptions(**given)
     check_writable("--json", options.json)
-    console = Console(stderr=True, highlight=False)
+    console = TerminalConsole(stderr=True)
     stop = threading.Event()
     with _signals(stop) as received:
         try:

@@ -16,8 +16,9 @@ from command_line.fetch.place import Place
 from command_line.fetch.record import Record, RecordedFile
 from command_line.fetch.sources import Listing, Source, SourceFile
 from command_line.fetch.transfer import Stopped, Transfer, Watcher, sha256_of, with_retries
-from outrider.engine.loading.checkpoint_files import check_checkpoint, read_json, weight_map
+from outrider.engine.loading.checkpoint_files import check_checkpoint, weight_map
 from outrider.errors import ConfigurationError, Unavailable
+from outrider.model_files import file_beside, read_json
 
 FETCHED: Final = "fetched"
 PRESENT: Final = "present"
@@ -183,15 +184,14 @@ class Fetch:
 
     def _weight_names(self, listing: Listing) -> list[str]:
         """The names of the files of weights, as the fetched descriptions have them."""
-        config = read_json(self._place.partial / choice.CONFIG)
-        name = str(config.get("transformers_weights") or choice.usual_weights(listing))
-        index = self._place.partial / name
+        path = self._place.partial / choice.CONFIG
+        index = file_beside(path, read_json(path).get("transformers_weights") or choice.usual_weights(listing))
         if index.suffix != ".json":
-            return [name]
+            return [index.name]
         if not index.is_file():
             raise ConfigurationError(
-                f"{self._source.address} has no {name}, and no model.safetensors: nothing says which files are its "
-                "weights"
+                f"{self._source.address} has no {index.name}, and no model.safetensors: nothing says which files are "
+                "its weights"
             )
         return sorted(set(weight_map(index).values()))
 

@@ -10,31 +10,43 @@ because its downloads (2.4) do not do what a pod needs:
 
 So one request lists the files of a revision, with the commit, sizes and checksums; and each file is read with Range
 requests at that commit.
+
+Where a redirect may lead: the host that HF_ENDPOINT names is the operator's choice, with whatever address it has. Every
+other one has to speak https, and to have public addresses.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
 from command_line.fetch.sources import FILES_MAX, Digest, Listing, SourceFile, without_secrets
 from outrider import __version__
+from outrider.addresses import is_ip_address, is_public
 from outrider.errors import ConfigurationError, Unavailable
+from outrider.model_files import parse_json
 
 SCHEME: Final = "hf://"
 REQUEST_S: Final = 600.0
 """Longest time of one request for content; the next one goes on where it ended."""
 REQUEST_BYTES: Final = 32 << 30
 """Most bytes of one request: content networks refuse files of more than 50 GB as a whole."""
-LISTING_BYTES_MAX: Final = 64 << 20
+LISTING_BYTES_MAX: Final = 16 << 20
+"""Largest description of a repository: twice what one of FILES_MAX files takes."""
+LISTING_S: Final = 120.0
+"""Longest time for a description."""
+REDIRECTS_MAX: Final = 5
 _TIMEOUT: Final = httpx.Timeout(20.0, connect=10.0)  # of a connection, and of each wait for bytes
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _PART: Final = re.compile(r"[\w.-]+")
@@ -61,7 +73,8 @@ class HubSource:
         self.commit: str | None = revision if _COMMIT.fullmatch(revision) else None
         self._revision = revision
         self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-        self._host = urlsplit(self._endpoint).hostname or self._endpoint
+        endpoint = httpx.URL(self._endpoint)
+        self._host, self._scheme = endpoint.host or self._endpoint, endpoint.scheme
         if not has_revision or not revision:
             raise self._unpinned()
 
@@ -73,8 +86,7 @@ class HubSource:
 
         if constants.is_offline_mode():
             raise ConfigurationError(f"{self.address} cannot be fetched: HF_HUB_OFFLINE is set; unset it")
-        # Authorization is dropped by httpx when a redirect leaves the host.
-        return httpx.Client(headers=_headers(self.address), timeout=_TIMEOUT, follow_redirects=True)
+        return httpx.Client(headers=_headers(self.address), timeout=_TIMEOUT)
 
     @property
     def _has_token(self) -> bool:
@@ -101,9 +113,8 @@ class HubSource:
         url = f"{self._endpoint}/{self.repository}/resolve/{listing.revision}/{quote(file.path)}"
         began_s = time.monotonic()
         try:
-            with self._client.stream("GET", url, headers={"Range": f"bytes={start}-{end - 1}"}) as response:
+            with self._answer(url, {"Range": f"bytes={start}-{end - 1}"}) as response:
                 if response.status_code not in (200, 206):
-                    response.read()
                     raise self._refused(response, file.path)
                 if response.status_code == 206 and not _begins_at(response, start):
                     raise ConfigurationError(f"{self._host} answered with another part of {file.path} than was asked")
@@ -123,17 +134,16 @@ class HubSource:
             self._client.close()
 
     def _described(self, revision: str) -> dict[str, Any]:
-        url = f"{self._endpoint}/api/models/{self.repository}/revision/{quote(revision, safe='')}"
+        url = f"{self._endpoint}/api/models/{self.repository}/revision/{quote(revision, safe='')}?blobs=true"
         try:
-            response = self._client.get(url, params={"blobs": "true"})
+            with self._answer(url, {}) as response:
+                if response.status_code != 200:
+                    raise self._refused(response, None)
+                found = parse_json(self._whole(response))
         except httpx.TransportError as error:
             raise Unavailable(
                 f"{self._host} cannot be reached: {type(error).__name__}: {without_secrets(error)}"
             ) from error
-        if response.status_code != 200:
-            raise self._refused(response, None)
-        try:
-            found = response.json()
         except ValueError:
             found = None
         if not isinstance(found, dict):
@@ -141,6 +151,81 @@ class HubSource:
                 f"{self._host} answers with something else than the Hub's API; is a proxy between?"
             )
         return found
+
+    def _whole(self, response: httpx.Response) -> bytes:
+        """The content of a description, as it comes: a compressed one could become a thousand times as long. Raises
+        ConfigurationError and Unavailable."""
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise ConfigurationError(
+                f"{self._host} compresses its answer, which was not asked for; is a proxy between?"
+            )
+        found, until_s = bytearray(), time.monotonic() + LISTING_S
+        for chunk in response.iter_raw():
+            found += chunk
+            if len(found) > LISTING_BYTES_MAX:
+                raise ConfigurationError(
+                    f"{self._host} describes {self.address} in more than {LISTING_BYTES_MAX} bytes; name the "
+                    "repository of one model"
+                )
+            if time.monotonic() > until_s:
+                raise Unavailable(f"{self._host} has not described {self.address} within {LISTING_S:.0f} s")
+        return bytes(found)
+
+    @contextmanager
+    def _answer(self, url: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
+        """The answer to a GET, after redirects: whoever answers for the Hub may send us to a content network, and to
+        nothing inside our own. The token goes to the endpoint alone. Raises ConfigurationError."""
+        request: httpx.Request | None = self._client.build_request("GET", url, headers=headers)
+        for _ in range(REDIRECTS_MAX + 1):
+            assert request is not None
+            is_named = request.url.host == self._host  # by the operator, who may have a mirror of their own
+            if not is_named:
+                self._check_public(request.url)
+            response = self._client.send(request, stream=True)
+            try:
+                if not is_named:
+                    self._check_peer(response)
+                # It has no Authorization where it leaves the origin of this one.
+                request = response.next_request
+                if request is None:
+                    yield response
+                    return
+                if request.url.scheme not in ("https", self._scheme):
+                    raise ConfigurationError(f"{self._host} redirects to {_shown(request.url)}, which is not https")
+            finally:
+                response.close()
+        raise ConfigurationError(f"{self._host} redirects more than {REDIRECTS_MAX} times for {self.address}")
+
+    def _check_public(self, url: httpx.URL) -> None:
+        """Raises ConfigurationError unless it is https and its host has public addresses alone; Unavailable if the host
+        cannot be found."""
+        if url.scheme != "https":
+            raise ConfigurationError(f"{self._host} redirects to {_shown(url)}, which is not https")
+        if _has_proxy(url):  # whose resolver and network count
+            addresses = [url.host] if is_ip_address(url.host) else []
+        else:
+            try:
+                found = socket.getaddrinfo(url.host, url.port or 443, type=socket.SOCK_STREAM)
+            except OSError as error:
+                raise Unavailable(f"{url.host}, to which {self._host} redirects, cannot be found: {error}") from error
+            addresses = [str(each[4][0]) for each in found]
+        for address in addresses:
+            self._refuse_private(address, url)
+
+    def _check_peer(self, response: httpx.Response) -> None:
+        """Raises ConfigurationError if the connection led to a private address: a name may have another address when
+        it is looked up again."""
+        stream, url = response.extensions.get("network_stream"), response.request.url
+        peer = stream.get_extra_info("server_addr") if stream is not None else None
+        if peer is not None and not _has_proxy(url):
+            self._refuse_private(str(peer[0]), url)
+
+    def _refuse_private(self, address: str, url: httpx.URL) -> None:
+        if not is_public(address):
+            raise ConfigurationError(
+                f"{self._host} redirects to {_shown(url)}, and {address} is no public address. If that is your mirror, "
+                "name it: HF_ENDPOINT"
+            )
 
     def _refused(self, response: httpx.Response, path: str | None) -> Exception:
         """The error for a status, with the way out."""
@@ -204,6 +289,16 @@ def _headers(address: str) -> dict[str, str]:
     # Not `build_hf_headers`: it asks the endpoint for a list of programs to recognise, to name one as the user agent.
     made = {"User-Agent": f"outrider/{__version__}", "Accept-Encoding": "identity"}
     return made | ({"Authorization": f"Bearer {token}"} if token else {})
+
+
+def _shown(url: httpx.URL) -> str:
+    return f"{url.scheme}://{url.netloc.decode(errors='replace')}"[:200]
+
+
+def _has_proxy(url: httpx.URL) -> bool:
+    """Whether the environment names a proxy for this address, as httpx reads it."""
+    proxies = getproxies()
+    return bool((proxies.get(url.scheme) or proxies.get("all")) and not proxy_bypass(url.host))
 
 
 def _file(described: dict[str, Any]) -> SourceFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from command_line.fetch.record import RECORD, recorded_digests
+from command_line.fetch.record import RECORD, RECORD_BYTES_MAX, recorded_digests
 from command_line.fetch.sources import CHUNK_BYTES, FILES_MAX, Digest, Listing, SourceFile
 from outrider.errors import ConfigurationError, Unavailable
 
@@ -25,7 +25,7 @@ class FolderSource:
 
     def list_files(self) -> Listing:
         try:
-            recorded = recorded_digests((self._folder / RECORD).read_bytes()) if self._has_record() else {}
+            recorded = recorded_digests(self._record())
             paths = [path for pattern in ("*", "*/*") for path in self._folder.glob(pattern) if path.is_file()]
             if len(paths) > FILES_MAX:
                 raise ConfigurationError(f"{self.address} has {len(paths)} files; name the folder of one model")
@@ -45,8 +45,12 @@ class FolderSource:
     def close(self) -> None:
         pass
 
-    def _has_record(self) -> bool:
-        return (self._folder / RECORD).is_file()
+    def _record(self) -> bytes:
+        path = self._folder / RECORD
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            return file.read(RECORD_BYTES_MAX)
 
     def _file(self, path: Path, recorded: dict[str, str]) -> SourceFile:
         name, found = path.relative_to(self._folder).as_posix(), path.stat()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -11,11 +12,14 @@ from typing import Any, Final
 
 from outrider import __version__
 from outrider.errors import ConfigurationError
+from outrider.model_files import parse_json
 
 RECORD: Final = "outrider-fetch.json"
 """Its name inside the folder."""
 _VERSION: Final = 1
-_BYTES_MAX: Final = 64 << 20
+RECORD_BYTES_MAX: Final = 64 << 20
+_PATH: Final = re.compile(r"(?:(?!\.\.?/)[^/\0]+/)?(?!\.\.?$)[^/\0]+")
+"""A file of the folder, or of a folder in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class Record:
         try:
             if not path.is_file():
                 return None
-            if path.stat().st_size > _BYTES_MAX:
+            if path.stat().st_size > RECORD_BYTES_MAX:
                 raise ValueError("it is too long")
             return cls.parsed(path.read_bytes())
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -74,10 +78,12 @@ class Record:
     @classmethod
     def parsed(cls, content: bytes) -> Record:
         """Reads its JSON. Raises ValueError, KeyError or TypeError."""
-        found: Mapping[str, Any] = json.loads(content)
+        found: Mapping[str, Any] = parse_json(content)
         if found["version"] != _VERSION:
             raise ValueError(f"it has version {found['version']!r}, and this release reads {_VERSION}")
         files = tuple(RecordedFile(**each) for each in found["files"])
+        if any(not _PATH.fullmatch(file.path) for file in files):
+            raise ValueError("it names a file that is not in the folder")
         return cls(found["source"], found["name"], found["revision"], found["fetched_at"], files)
 
 

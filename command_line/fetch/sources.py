@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
+from outrider.errors import ConfigurationError
+
 CHUNK_BYTES: Final = 1 << 20
 """Bytes that are read, hashed and written at once."""
 FILES_MAX: Final = 20_000
@@ -50,6 +52,12 @@ class Listing:
 
     revision: str | None  # the commit, where the source has commits
     files: tuple[SourceFile, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError for a path that leads out of the folder into which files are fetched."""
+        for file in self.files:
+            if file.path.startswith("/") or ".." in file.path.split("/") or "\0" in file.path:
+                raise ConfigurationError(f"the source lists {file.path[:100]!r}, which is no file inside of it")
 
     def named(self, path: str) -> SourceFile | None:
         """The file of this path, if there is one."""

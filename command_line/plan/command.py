@@ -15,6 +15,7 @@ from command_line.plan.gpus import is_gpu, parse_memory
 from command_line.plan.report import as_json, report
 from command_line.profile import DtypeChoice, QuantizationChoice
 from command_line.settings import reader
+from command_line.terminal import print_line
 from outrider.engine.heads.kind import HeadKind, kind_of_draft
 from outrider.engine.kv.kv_plan import ALL_SHARE, SHARED_SHARE, ModelMemory, in_words
 from outrider.engine.options import Device, Dtype, EngineOptions, Quantization
@@ -165,7 +166,7 @@ def plan(
         if draft_options is not None:
             of_draft = draft_tensor_parallel_size, draft_memory or memory, gpus_per_node
             draft_pool = _pool(draft_options, *of_draft, longest=target.kv.max_model_len)
-        print(document(target, draft_pool, Wanted(gpus_per_node, sessions, session_tokens)), end="")
+        print_line(document(target, draft_pool, Wanted(gpus_per_node, sessions, session_tokens)).rstrip("\n"))
         return
     targets = Workers(options, num_target_workers, tensor_parallel_size or 1)
     num_draft_ranks = draft_tensor_parallel_size or 1
@@ -175,7 +176,7 @@ def plan(
     share = found_memory.share(memory_utilization, SHARED_SHARE if is_one else ALL_SHARE)
     found = decide(loads, found_memory, share, device_type, is_one=is_one)
     if prints_json:
-        print(json.dumps(as_json(found), indent=1))
+        print_line(json.dumps(as_json(found), indent=1))
     else:
         report(found, is_given=memory is not None)
     if found.refusal is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from command_line.plan.device_plan import DevicePlan
+from command_line.terminal import TerminalConsole
 from outrider.engine.kv.kv_plan import ModelMemory, in_words
 
 
@@ -33,7 +33,7 @@ def _parts(model: ModelMemory) -> dict[str, int]:
 
 
 def report(found: DevicePlan, *, is_given: bool) -> None:
-    console = Console(highlight=False)
+    console = TerminalConsole()
     free = found.memory.free
     rest = "; the rest is held back (--memory-utilization)" if found.usable < free else ""
     console.print(

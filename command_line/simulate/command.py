@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from command_line.progress import Progress
@@ -20,6 +19,7 @@ from command_line.report import is_printed, print_notes, write_json
 from command_line.settings import naming, takes_settings
 from command_line.simulate import report
 from command_line.simulate.options import SimulateOptions
+from command_line.terminal import TerminalConsole, print_line
 
 if TYPE_CHECKING:
     from command_line.simulator.fleet import Fleet
@@ -57,7 +57,7 @@ def simulate(**given: Any) -> None:
 
     options = SimulateOptions(**given)
     if options.example:
-        print(example_file(), end="")
+        print_line(example_file().rstrip("\n"))
         return
     if options.concurrency is not None and options.rate is not None:
         raise typer.BadParameter(
@@ -95,7 +95,7 @@ def _predict(fleet: Fleet, options: SimulateOptions) -> None:
             fleets = [fleet.with_pools(fleet.target.count, 0), fleet]
         else:
             fleets = [fleet]
-    with Progress(Console(stderr=True, highlight=False)) as progress:
+    with Progress(TerminalConsole(stderr=True)) as progress:
         progress.say(f"Simulating {len(fleets)} {'fleet' if len(fleets) == 1 else 'fleets'}.")
 
         def tell(place: str, share: float) -> None:
@@ -109,7 +109,7 @@ def _predict(fleet: Fleet, options: SimulateOptions) -> None:
         else:
             outcomes = predict_all(fleets, options.jobs, lambda n: progress.update(f"{n} of {len(fleets)} done."))
     found = None if ratios is None else best(outcomes)
-    console = Console(stderr=is_printed(options.json), highlight=False)
+    console = TerminalConsole(stderr=is_printed(options.json))
     if found is None:
         console.print(report.table(outcomes))
     else:

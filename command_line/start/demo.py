@@ -27,6 +27,7 @@ from command_line.start.demo_prompts import DEMO_PROMPTS
 from command_line.start.deployment import Deployment
 from command_line.start.drafters import Drafter, DrafterName, chosen, offered
 from command_line.start.system import cache_dir, new_log_dir, running_system
+from command_line.terminal import TerminalConsole, print_line
 from outrider.engine.heads.kind import is_head
 from outrider.engine.loading.machine import GIB, available_memory, hardware
 from outrider.engine.options import Dtype
@@ -104,7 +105,7 @@ def demo(
 
 
 async def _demo(options: DemoOptions) -> int:
-    stderr, console = Console(stderr=True, highlight=False), Console(highlight=False)
+    stderr, console = TerminalConsole(stderr=True), TerminalConsole()
     with Progress(stderr) as progress:
         target = options.target or await _demo_target(options.small, progress)
         if options.drafters:
@@ -116,7 +117,7 @@ async def _demo(options: DemoOptions) -> int:
             console.print(table(comparison, _caption(rounds, options)))
         progress.say("Stopping.")
     if options.as_json:
-        print(json.dumps(_result(rounds, comparison, deployment)), flush=True)
+        print_line(json.dumps(_result(rounds, comparison, deployment)))
     return 0 if comparison.identical else 1
 
 
@@ -174,7 +175,7 @@ async def _compare_drafters(options: DemoOptions, target: Path, console: Console
         console.print(sources_table(rows, _caption(rounds, options)))
         console.print(Text(recommendation(best.words, found, command)), soft_wrap=True)
     if options.as_json:
-        print(json.dumps(_sources_result(results, target, options)), flush=True)
+        print_line(json.dumps(_sources_result(results, target, options)))
     return 0 if all(comparison.identical for _, comparison in results) else 1
 
 

@@ -22,7 +22,7 @@ from coordinator.access.api_keys import KeyFile
 from coordinator.settings import Hosting
 from outrider.addresses import bound_socket, join_address
 from outrider.engine.heads.kind import HeadKind, folder_kind, tensor_names
-from outrider.engine.loading.checkpoint_files import tensors_of
+from outrider.engine.loading.checkpoint_files import tensors_of, weight_map
 from outrider.engine.loading.machine import GIB, available_memory
 from outrider.engine.options import Dtype, Quantization
 from outrider.errors import ConfigurationError, TokenizerMismatch
@@ -34,7 +34,6 @@ from target_worker.limits import EngineName
 
 LAYER_OF_TENSOR: Final = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 """A layer's number in the name of a tensor, as transformers has it."""
-MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
 SMALL_SHARE = 0.02
 """Weights below this share of the free memory leave enough room without a plan, which takes seconds."""
 PLAN_TIMEOUT_S = 120.0
@@ -148,9 +147,9 @@ def _weight_files(folder: Path, flag: str) -> list[str]:
     if not index.is_file():
         return [WEIGHTS]
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ConfigurationError(f"{flag} {folder}: {WEIGHTS_INDEX} cannot be read: {error}") from error
+        return sorted(set(weight_map(index).values()))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{flag} {folder}: {error.message}") from error
 
 
 def check_chat_template(path: Path) -> None:
@@ -273,16 +272,13 @@ def num_parameters(folder: Path, flag: str, most_layers: int | None = None) -> i
 
     def is_loaded(name: str) -> bool:
         layer = LAYER_OF_TENSOR.search(name)
-        return name != "__metadata__" and (layer is None or most_layers is None or int(layer[1]) < most_layers)
+        return layer is None or most_layers is None or int(layer[1]) < most_layers
 
     total = 0
     for name in _weight_files(folder, flag):
         try:
-            with (folder / name).open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(size, MAX_HEADER_BYTES)))
-            total += sum(prod(tensor["shape"]) for key, tensor in header.items() if is_loaded(key))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            total += sum(prod(tensor.shape) for tensor in tensors_of(folder / name) if is_loaded(tensor.name))
+        except ConfigurationError as error:
             raise ConfigurationError(
                 f"{flag} {folder}: {name} is no safetensors file; was the download finished?"
             ) from error

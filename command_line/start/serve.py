@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import typer
-from rich.console import Console
 
 from command_line.progress import Progress
 from command_line.settings import takes_settings
@@ -17,6 +16,7 @@ from command_line.start.deployment import Deployment
 from command_line.start.draft_choice import UnfitDraft, choose_draft
 from command_line.start.options import ServeOptions
 from command_line.start.system import new_log_dir, running_system
+from command_line.terminal import TerminalConsole, print_line
 from outrider.engine.heads.kind import kind_of_draft
 from outrider.engine.options import Quantization
 from outrider.local.until_signalled import run_until_signalled
@@ -60,7 +60,7 @@ def serve(**given: Any) -> None:
 
 
 async def _serve(deployment: Deployment, redis_url: str | None, log_dir: Path | None, verbose: bool) -> int:
-    console = Console(stderr=True, highlight=False)
+    console = TerminalConsole(stderr=True)
     with Progress(console) as progress:
         beside = f"the draft head {deployment.draft_head} beside it" if deployment.draft_head else "no draft"
         progress.say(f"Starting Outrider with {deployment.target} and {deployment.draft or beside}")
@@ -71,10 +71,9 @@ async def _serve(deployment: Deployment, redis_url: str | None, log_dir: Path | 
             on_event=progress.on_event,
             echo=progress.echo if verbose else None,
         ) as addresses:
-            print(
+            print_line(
                 f"Outrider is ready: {addresses.http}/v1 (OpenAI), {addresses.grpc} (gRPC), "
-                f"model {deployment.model_name}, logs in {addresses.log_dir}",
-                flush=True,
+                f"model {deployment.model_name}, logs in {addresses.log_dir}"
             )
             progress.note(
                 f"Its Redis: --redis-url-file {addresses.redis_url_file}. `outrider canary` finds it on this machine."

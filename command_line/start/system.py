@@ -59,7 +59,7 @@ def cache_dir() -> Path:
 def new_log_dir() -> Path:
     """A fresh folder under the cache; the oldest ones go."""
     logs = cache_dir() / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     earlier = sorted(path for path in logs.iterdir() if path.is_dir())
     for path in earlier[: max(0, len(earlier) - NUM_LOG_DIRS_KEPT + 1)]:
         shutil.rmtree(path, ignore_errors=True)
@@ -68,7 +68,7 @@ def new_log_dir() -> Path:
     while fresh.exists():  # of a system that this process started in the same second
         number += 1
         fresh = logs / f"{name}-{number}"
-    fresh.mkdir()
+    fresh.mkdir(mode=0o700)
     return fresh
 
 

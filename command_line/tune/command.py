@@ -21,6 +21,7 @@ from command_line.report import print_notes
 from command_line.settings import naming, takes_settings
 from command_line.start.demo_prompts import DEMO_PROMPTS
 from command_line.start.preflight import check_model, check_tokenizers
+from command_line.terminal import TerminalConsole, print_line
 from command_line.tune import document, report
 from command_line.tune.advice import advise, usable_num_hints
 from command_line.tune.agreement import Ranks, acceptances
@@ -101,11 +102,11 @@ def tune(**given: Any) -> None:
         return
     found = _findings(options, options.draft[0] if options.draft else DEMO_DRAFT)
     if options.as_json:
-        print(json.dumps(document.as_dict(found)), flush=True)
+        print_line(json.dumps(document.as_dict(found)))
     elif options.as_flags:
-        print("\n".join(document.flags(found)))
+        print_line("\n".join(document.flags(found)))
     else:
-        _print(Console(highlight=False), found)
+        _print(TerminalConsole(), found)
 
 
 def _comparison(options: TuneOptions, offered: Sequence[Offer]) -> Comparison:
@@ -125,7 +126,7 @@ def _comparison(options: TuneOptions, offered: Sequence[Offer]) -> Comparison:
         _overheads(options.overhead_ms, options.link_ms),
     )
     machine = hardware()
-    with Progress(Console(stderr=True, highlight=False)) as progress:
+    with Progress(TerminalConsole(stderr=True)) as progress:
         with _pinned(options.cpu_affinity, options.num_threads):
             facts, sources = measure(target, offered, prompts, plan, progress)
         progress.say("Replaying.")
@@ -175,7 +176,7 @@ def _findings(options: TuneOptions, draft: Path) -> Findings:
     settings = replace(_settings(options), device=chosen_device(options.device))
     prompt_token_ids = _encoded(target, [target, draft], asked, options.max_tokens)
     machine = hardware() if settings.device == "cpu" else f"{gpu_name()}; {hardware()}"
-    with Progress(Console(stderr=True, highlight=False)) as progress:
+    with Progress(TerminalConsole(stderr=True)) as progress:
         with _pinned(options.cpu_affinity, options.num_threads):
             measured = _measure(target, draft, prompt_token_ids, settings, progress)
         pair = Pair(measured.target.times, measured.draft.times, measured.ranks, overheads)
@@ -356,12 +357,12 @@ def _print(console: Console, found: Findings) -> None:
 
 def _tell_sources(options: TuneOptions, found: Comparison) -> None:
     if options.as_json:
-        print(json.dumps(sources_document.as_dict(found)), flush=True)
+        print_line(json.dumps(sources_document.as_dict(found)))
         return
     if options.as_flags:
-        print("\n".join(flags(found)))
+        print_line("\n".join(flags(found)))
         return
-    console = Console(highlight=False)
+    console = TerminalConsole()
     for table in (sources_report.acceptance_table(found), sources_report.ranking_table(found)):
         console.print(table)
     for line in (*sources_report.verdict(found), *flags(found)):

@@ -17,7 +17,6 @@ import os
 import resource
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from coordinator.hosting.haproxy_launcher import LOOPBACK
 from coordinator.settings import Proxy
 from outrider.addresses import is_unspecified
 from outrider.local.free_ports import free_ports
+from outrider.local.private_files import open_private
 
 # HAProxy's limit for a socket's path. Serve puts it into a subfolder of ours named by the node's id.
 _SOCKET_PATH_BYTES_MAX: Final = 93
@@ -124,8 +124,10 @@ def write_launcher(folder: Path, program: Path, ingress: Ingress) -> Path:
         "required" if ingress.needs_client_certificates else "none",
     )
     path = folder / f"haproxy-{os.getpid()}"
-    path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    path.unlink(missing_ok=True)
+    with open(path, "x", encoding="utf-8", opener=open_private) as file:
+        file.write(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    path.chmod(0o700)
     if not os.access(path, os.X_OK):
         raise ProxyUnusable(f"files in {folder} cannot be executed")
     return path

@@ -32,6 +32,7 @@ from coordinator.intake.request_limit import RequestLimit
 from coordinator.settings import CoordinatorSettings, Listen
 from outrider.addresses import join_address
 from outrider.errors import ConfigurationError, OutriderError
+from outrider.visible_text import visible
 
 END_MARGIN_S: Final = 2.0
 """Time that the last errors have to reach clients."""
@@ -46,7 +47,7 @@ def run(settings: CoordinatorSettings, listen: Listen, announce: Announce) -> in
     try:
         uvloop.run(PlainProcess(settings, listen, announce).serve())
     except OutriderError as error:
-        print(f"coordinator: {error.message}", file=sys.stderr)
+        print(visible(f"coordinator: {error.message}"), file=sys.stderr)
         return 1
     return 0
 

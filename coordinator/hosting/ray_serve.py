@@ -23,12 +23,16 @@ from coordinator.hosting.ray_environment import ray_environment
 from coordinator.hosting.ray_processes import RayProcesses, kill_descendants
 from coordinator.intake.request_limit import ongoing_max
 from coordinator.settings import CoordinatorSettings, Listen, Proxy
+from outrider.errors import ConfigurationError
+from outrider.local.private_files import claim_folder
+from outrider.visible_text import visible
 
 _OBJECT_STORE_BYTES: Final = 100 << 20
 _LOOK_EVERY_S: Final = 0.5
 """Whether Ray is still there."""
 _SHUTDOWN_LOOK_EVERY_S: Final = 0.05
 """Whether the application has ended."""
+_RAY_FOLDER: Final = "r"  # short: Ray's sockets below it have long names
 _SHUTDOWN_MARGIN_S: Final = 3.0  # after the replicas' own time
 
 Announce = Callable[..., object]
@@ -57,10 +61,13 @@ def run(settings: CoordinatorSettings, listen: Listen, announce: Announce) -> in
     own_temp_dir = None if listen.ray_temp_dir else tempfile.mkdtemp(prefix="or-", dir="/tmp")
     temp_dir = listen.ray_temp_dir or Path(str(own_temp_dir))
     try:
-        # HAProxy's admin socket below it is for everybody who gets there.
-        temp_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # HAProxy's admin socket below it is for everybody who gets there, and its launcher runs as this user.
+        claim_folder(temp_dir)
         chosen = _choose_proxy(settings, listen, temp_dir)
         _serve(settings, listen, chosen, temp_dir, stop, announce)
+    except ConfigurationError as error:
+        print(visible(f"coordinator: {error.message}"), file=sys.stderr)
+        return 1
     except ProxyUnusable as error:
         print(f"coordinator: --proxy {listen.proxy}: {error}", file=sys.stderr)
         return 1
@@ -169,7 +176,8 @@ def _start_ray(temp_dir: Path) -> str:
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,  # replicas' output would land on our standard output
             logging_level="warning",
-            _temp_dir=str(temp_dir),
+            # A folder of its own in ours: Ray opens its folder to every user of this machine.
+            _temp_dir=str(temp_dir / _RAY_FOLDER),
             _node_ip_address="127.0.0.1",  # what Ray tells its own; it listens on more, and asks for its token
         )
     except Exception as error:  # it raises nothing narrower where its own processes do not come up in time

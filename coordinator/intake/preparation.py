@@ -9,7 +9,7 @@ import dataclasses
 import random
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from coordinator.formats.answer_parts import AnswerRules, ToolUse
@@ -34,6 +34,7 @@ from outrider.errors import InvalidRequest, detached
 from outrider.registry.worker_record import WorkerRecord
 from outrider.sampling_params import DecodingMode, GrammarSpec, SamplingParams, SpeculationSettings
 from outrider.text.message_forms import text_of
+from outrider.text.template_limits import TemplateLimit
 from outrider.text.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 
 if TYPE_CHECKING:
@@ -178,9 +179,7 @@ class RequestPreparation:
         if request.token_ids is not None:
             return list(request.token_ids)
         if request.messages is not None:
-            is_short = _is_short_chat(request)
-            threads = self._threads_of(request, len(request.messages) * _CHARS_PER_MESSAGE)
-            text = await self._unless_short(threads, is_short, _rendered, request, tokenizer)
+            text = await self._chat_text(request, tokenizer)
         else:
             text = request.text or ""
             _check_text(text, "prompt")
@@ -190,6 +189,14 @@ class RequestPreparation:
         if request.prompt_limit is not None:
             request.prompt_limit.check(len(token_ids))
         return token_ids
+
+    async def _chat_text(self, request: GenerationInput, tokenizer: Tokenizer) -> str:
+        """Renders the chat template: here, if the chat is short and the template takes few steps, else in a thread."""
+        if _is_short_chat(request):
+            with suppress(TemplateLimit):
+                return _rendered(request, tokenizer.render_short_chat)
+        threads = self._threads_of(request, len(request.messages or ()) * _CHARS_PER_MESSAGE)
+        return await threads.run(_rendered, request, tokenizer.render_chat)
 
     async def _predicted(
         self, request: GenerationInput, tokenizer: Tokenizer, max_model_len: int, vocab_size: int
@@ -279,18 +286,18 @@ def _has_special_marks(plan: AnswerPlan | None, tokenizer: Tokenizer) -> bool:
     return any(tokenizer.is_special(tokenizer.added_token_ids.get(mark, -1)) for mark in marks)
 
 
-def _rendered(request: GenerationInput, tokenizer: Tokenizer) -> str:
+def _rendered(request: GenerationInput, render: Callable[..., str]) -> str:
     messages = request.messages or ()
     variables = dict(request.chat_template_kwargs)
     if request.continue_final_message:
         variables["continue_final_message"] = True
     try:
-        text = tokenizer.render_chat(messages, **variables)
+        text = render(messages, **variables)
     except InvalidRequest:
         merged = _with_one_system_message(messages)
         if not request.merges_system or merged == list(messages):
             raise
-        text = tokenizer.render_chat(merged, **variables)
+        text = render(merged, **variables)
     _check_text(text, "messages")
     return text
 

@@ -1,9 +1,10 @@
 #!/bin/sh
-# Builds the images reproducibly, publishes and signs them, and publishes the chart, which then names them.
+# Builds the images reproducibly, publishes and signs them, and publishes the chart, which then names them by their digests.
+# Without an audit of their packages that found nothing there is no release: its status is then that of k8s.images.audit, 1 or 69.
 #
 #   k8s/images/release.sh REGISTRY/NAMESPACE VERSION
 #
-# Needs docker with buildx, cosign and helm, all logged in to the registry. Images are named by digest when they are signed.
+# Needs make, docker with buildx, cosign and helm, all logged in to the registry.
 # The same commit gives images of the same digest: times are those of the commit, packages those of the locks.
 set -eu
 registry=${1:?k8s/images/release.sh REGISTRY/NAMESPACE VERSION}
@@ -19,6 +20,8 @@ if [ -n "$(git status --porcelain)" ]; then
   echo "release.sh: the working tree has changes; a release is of a commit" >&2
   exit 1
 fi
+make install
+.venv/bin/python -m k8s.images.audit
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
 work=$(mktemp -d)
@@ -35,6 +38,7 @@ publish() { # IMAGE TAG BUILD-ARGUMENTS…
     --metadata-file "$work/metadata.json" .
   digest=$(sed -n 's/.*"containerimage.digest": *"\(sha256:[0-9a-f]*\)".*/\1/p' "$work/metadata.json")
   cosign sign --yes "$name@${digest:?docker reported no digest of $name:$tag}"
+  echo "    ${name##*/}${tag#"$version"}: $digest" >>"$work/digests"
   echo "published $name:$tag ($digest)"
 }
 
@@ -46,7 +50,10 @@ publish outrider-coordinator "$version"
 publish outrider-coordinator "$version-demo" --build-arg MODELS=demo
 
 cp -r k8s/helm/outrider "$work/outrider"
-sed -i "s|^  registry: \"\"|  registry: \"$registry\"|" "$work/outrider/values.yaml"
+sed -i "s|^  registry: \"\"|  registry: \"$registry\"|; /^  digests: {}/ {
+s/ {}//
+r $work/digests
+}" "$work/outrider/values.yaml"
 helm package "$work/outrider" --version "$version" --app-version "$version" --destination "$work"
 helm push "$work/outrider-$version.tgz" "oci://$registry/charts"
 echo "published oci://$registry/charts/outrider $version"

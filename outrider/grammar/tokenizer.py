@@ -13,6 +13,7 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from outrider.errors import ConfigurationError
+from outrider.model_files import read_json
 from outrider.text.added_tokens import tokens_beside
 
 
@@ -23,7 +24,7 @@ def load_tokenizer(tokenizer_json: Path) -> tuple[LLTokenizer, int]:
     Raises ConfigurationError when llguidance cannot read the file or cannot know the bytes of its tokens.
     """
     try:
-        description = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+        description = read_json(tokenizer_json)
         description["added_tokens"] += tokens_beside(tokenizer_json.parent, description)
         end_id = _make_control_tokens_impossible(description)
         tokenizer = LLTokenizer(json.dumps(description), eos_token=end_id)

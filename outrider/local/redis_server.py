@@ -21,6 +21,7 @@ from typing import Final
 
 from outrider.errors import ConfigurationError
 from outrider.local.free_ports import free_ports
+from outrider.local.private_files import open_private
 
 _START_TIMEOUT_S: Final = 10.0
 _STOP_TIMEOUT_S: Final = 5.0
@@ -111,7 +112,7 @@ class EmbeddedRedis:
             "daemonize no", "maxmemory-policy noeviction", "",
         ])  # fmt: skip
         command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), str(binary), "-"]
-        with (self._directory / "redis.log").open("ab") as log:
+        with open(self._directory / "redis.log", "ab", opener=open_private) as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

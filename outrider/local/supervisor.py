@@ -39,7 +39,7 @@ class Supervisor:
 
         Raises the first StartError; children that did start are left for `stop`.
         """
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         children = [
             Child(spec, ChildLog(spec.name, self._log_dir, self._echo), self._policy, self._on_event) for spec in specs
         ]

@@ -3,7 +3,7 @@
 {or:POOL}:w:ID     hash: one worker's record; expires LEASE_S after its last heartbeat
 {or:POOL}:leases   sorted set: worker ids by the end of their lease
 {or:POOL}:events   stream: who joined, changed state, left or expired; the last thousand
-{or:POOL}:joined   time, in µs, at which a worker process last joined the pool; unique to the process
+{or:POOL}:joins    sorted set of one member: time, in µs, at which a process last joined; unique to the process
 {or:POOL}:r:INC    sorted set of one worker process: reservations by their end
 or:journal:ID      hash: a stream that another coordinator can continue (`coordinator.recovery.journal`)
 or:response:ID     hash: a response that a client may refer to (`coordinator.service.stored_responses`)
@@ -38,7 +38,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import AuthenticationError, AuthorizationError, NoScriptError, RedisError, ResponseError
 
 from outrider.errors import RegistryUnavailable
-from outrider.registry import scripts
+from outrider.registry import own_lease, scripts
 from outrider.registry.redis_connection import MAX_CONNECTIONS, close_redis, open_redis, without_password
 from outrider.registry.worker_record import Pool, WorkerRecord
 
@@ -53,6 +53,12 @@ LOSSES_S: Final = 3600.0
 """Life of facts about lost workers."""
 LOSSES_MAX: Final = 2048
 """Most facts about lost workers that are told `once`, in about 200 KiB, and as many that are told `anew`."""
+WORKERS_MAX: Final = 4096
+"""Most workers of a pool that are read."""
+ENDED_AT_ONCE_MAX: Final = 1000
+"""Most workers whose lease has ended that one reading drops."""
+FIELDS_MAX: Final = 128
+"""Most fields of a worker's record; one with more is not read."""
 _CALL_TIMEOUT_S: Final = 1.0
 _ASK_AGAIN_S: Final = 0.5
 _TELL_EVERY_S: Final = 15.0
@@ -141,9 +147,6 @@ class Registry:
         self._reservation_ms = int(reservation_s * 1000)
         self._client = open_redis(url, timeout_s)
         self._room = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._join = self.register_script(scripts.JOIN)
-        self._write = self.register_script(scripts.WRITE)
-        self._remove = self.register_script(scripts.REMOVE)
         self._read = self.register_script(scripts.READ)
         self._reserve = self.register_script(scripts.RESERVE)
         self._renew = self.register_script(scripts.RENEW)
@@ -165,39 +168,23 @@ class Registry:
     async def join(self, pool: Pool) -> int:
         """The time, in µs, at which a worker process joins a pool; it must accompany every write. It is separate from
         writing, so that a first write that arrives late, or twice, does not change the order."""
-        return int(await self.ask(self._join(keys=[f"{_prefix(pool)}joined"])))
+        return int(await self.ask(own_lease.join(self._client, _prefix(pool))))
 
     async def write(self, record: WorkerRecord, joined_at_us: int = 0) -> bool:
         """Stores a record for the time of a lease. False when a process that joined later holds the id; a process
         without a join time yields to all others."""
-        prefix = _prefix(record.pool)
-        stored = [part for pair in record.to_fields().items() for part in pair]
-        arguments: list[str | int] = [
-            record.worker_id,
-            record.incarnation,
-            joined_at_us,
-            self._lease_ms,
-            record.state,
-            *stored,
-        ]
-        keys = [f"{prefix}{name}" for name in (f"w:{record.worker_id}", "leases", "events", "joined")]
-        return bool(await self.ask(self._write(keys=keys, args=arguments)))
+        calls = own_lease.write(self._client, _prefix(record.pool), record, joined_at_us, self._lease_ms)
+        return bool(await self.ask(calls))
 
     async def remove(self, record: WorkerRecord) -> bool:
         """Removes a record. False when it is gone or belongs to another incarnation."""
-        prefix = _prefix(record.pool)
-        keys = [
-            f"{prefix}w:{record.worker_id}",
-            f"{prefix}leases",
-            f"{prefix}events",
-            f"{prefix}r:{record.incarnation}",
-        ]
-        return bool(await self.ask(self._remove(keys=keys, args=[record.worker_id, record.incarnation])))
+        return bool(await self.ask(own_lease.remove(self._client, _prefix(record.pool), record)))
 
     async def read(self, pool: Pool) -> PoolView:
         """Reads the pool's live workers. A record that cannot be read is logged and listed as unreadable."""
         prefix = _prefix(pool)
-        answer = await self.ask(self._read(keys=[f"{prefix}leases", f"{prefix}events"], args=[prefix]))
+        arguments: list[str | int] = [prefix, ENDED_AT_ONCE_MAX, WORKERS_MAX, FIELDS_MAX]
+        answer = await self.ask(self._read(keys=[f"{prefix}leases", f"{prefix}events"], args=arguments))
         clock_ms, last_event, last_kind, *rows = cast("list[Any]", answer)
         found: list[tuple[WorkerRecord, int]] = []
         unreadable = set()

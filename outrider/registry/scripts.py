@@ -1,4 +1,7 @@
-"""Lua scripts of the registry: each is one atomic change of the keys that `registry` lists."""
+"""Lua scripts of the registry, for coordinators: each is one atomic change of the keys that `registry` lists.
+
+Workers may run none; their calls are in `own_lease`.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +14,12 @@ _NOW: Final = f"""{CLOCK_LUA}local function tell(stream, kind, id, incarnation)
 end
 """
 
-# KEYS: joined. Returns the time in µs, later than that of every earlier join, even if Redis' clock was set back.
-JOIN: Final = """
-local time = redis.call('TIME')
-local last = tonumber(redis.call('GET', KEYS[1]) or 0) or 0
-local joined = math.max(time[1] * 1000000 + time[2], last + 1)
-redis.call('SET', KEYS[1], string.format('%.0f', joined))
-return joined
-"""
-
-# KEYS: hash, leases, events, joined. ARGV: worker id, incarnation, its join time in µs, lease in ms, state, then field,
-# value, ... Returns 1 when written, 0 when a process that joined later, or at the same time, holds the id.
-WRITE: Final = f"""{_NOW}
-local holder, holders, state = unpack(redis.call('HMGET', KEYS[1], 'incarnation', 'joined_at_us', 'state'))
-local joined = tonumber(ARGV[3])
-if holder and holder ~= ARGV[2] and (tonumber(holders or 0) or 0) >= joined then return 0 end
-redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'joined_at_us', ARGV[3], unpack(ARGV, 6))
-redis.call('PEXPIRE', KEYS[1], ARGV[4])
-redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[1])
-if joined > (tonumber(redis.call('GET', KEYS[4]) or 0) or 0) then redis.call('SET', KEYS[4], ARGV[3]) end
-if holder ~= ARGV[2] then tell(KEYS[3], 'joined', ARGV[1], ARGV[2])
-elseif state ~= ARGV[5] then tell(KEYS[3], ARGV[5], ARGV[1], ARGV[2]) end
-return 1
-"""
-
-# KEYS: hash, leases, events, reservations. ARGV: worker id, incarnation.
-REMOVE: Final = f"""{_NOW}
-redis.call('DEL', KEYS[4])
-if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[2] then return 0 end
-redis.call('DEL', KEYS[1])
-redis.call('ZREM', KEYS[2], ARGV[1])
-tell(KEYS[3], 'left', ARGV[1], ARGV[2])
-return 1
-"""
-
-# KEYS: leases, events. ARGV: the pool's prefix. Drops workers whose lease has ended. Returns the time in ms, the id of
-# the last event and its kind, then for each live worker its id, the number of its reservations and a flat field-value
-# list.
+# KEYS: leases, events. ARGV: the pool's prefix, then the most workers whose lease has ended that are dropped, the most
+# live ones that are read, those whose lease ends last, and the most fields of a record: whoever has a worker's password
+# can write any number of each, and nobody else is answered while a script runs. Returns the time in ms, the id of the
+# last event and its kind, then for each live worker its id, the number of its reservations and a flat field-value list.
 READ: Final = f"""{_NOW}
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[2])) do
   redis.call('ZREM', KEYS[1], id)
   local incarnation = redis.call('HGET', ARGV[1] .. 'w:' .. id, 'incarnation')
   redis.call('DEL', ARGV[1] .. 'w:' .. id)
@@ -58,8 +27,9 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do
 end
 local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
 local found = {{now, last[1] and last[1][1] or '0-0', last[1] and last[1][2][2] or ''}}
-for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-  local record = redis.call('HGETALL', ARGV[1] .. 'w:' .. id)
+for _, id in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', '(' .. now, 'LIMIT', 0, ARGV[3])) do
+  local key = ARGV[1] .. 'w:' .. id
+  local record = redis.call('HLEN', key) <= tonumber(ARGV[4]) and redis.call('HGETALL', key) or {{}}
   if #record > 0 then
     local incarnation = redis.call('HGET', ARGV[1] .. 'w:' .. id, 'incarnation') or ''
     found[#found + 1] = id

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from outrider.errors import ConfigurationError
+from outrider.model_files import read_json
 from outrider.text.chat_template import read_folder
 
 _FILES: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -36,11 +37,9 @@ def tokens_beside(model_dir: Path, description: Mapping[str, Any]) -> list[dict[
 def _named_tokens(model_dir: Path) -> Iterator[str]:
     """Yields what may be the name of a token in the other files."""
     for file_name in _FILES:
-        content: Any = {}
-        with suppress(OSError, ValueError):  # there is none, or it is damaged, which whoever needs it reports
-            content = json.loads((model_dir / file_name).read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            continue
+        content: dict[str, Any] = {}
+        with suppress(ConfigurationError):  # it is damaged, which whoever needs it reports
+            content = read_json(model_dir / file_name, optional=True)
         if file_name == "added_tokens.json":
             yield from content
             continue

@@ -1,17 +1,19 @@
 """Prompts of conversations: a model folder's chat templates, rendered by transformers' own code. Never imports torch.
 
 Everything that decides about a prompt's text is transformers': which files hold templates and special tokens, which of
-several templates is used, what a template may call, and its sandbox. transformers is imported when a folder is loaded
-and not before: that takes 0.6 s of processor time and 27 MiB in a coordinator.
+several templates is used, what a template may call, and its sandbox, to which `outrider.text.template_limits` adds
+bounds. transformers is imported when a folder is loaded and not before: that takes 0.6 s of processor time and 27 MiB
+in a coordinator.
 
 Clients send conversations as OpenAI defines them, which leaves open what `outrider.text.message_forms` decides.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +21,7 @@ import jinja2
 
 from outrider.errors import ConfigurationError, InvalidRequest
 from outrider.text.message_forms import TemplateTraits, find_traits, forms_of
+from outrider.text.template_limits import STEPS_MAX, BoundedEnvironment, TemplateLimit, at_most
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,8 +32,8 @@ PLAIN_CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['content']
 # Errors of a template with variables chosen by the client: `range(x)` too long, text times a large number, a
 # conversation nested too deeply for JSON.
 _TEMPLATE_ERRORS: Final = (
-    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
-    ValueError,
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError,
+    TypeError, ValueError,
 )  # fmt: skip
 _WRONG_FORM_ERRORS: Final = (TypeError, jinja2.UndefinedError)
 """Templates raise these for a value of another type than they expect, and a `jinja2.TemplateError` for what they refuse
@@ -57,12 +60,32 @@ def read_folder(model_dir: Path) -> PreTrainedTokenizerFast:
 
 def check_chat_template(template: str, what: str) -> None:
     """Raises ConfigurationError if a template is not valid Jinja, as chat templates may use it."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     try:
-        render_jinja_template([], chat_template=template)  # of no conversation: only compiles it
-    except jinja2.TemplateError as error:
+        _render([], template, {}, STEPS_MAX)  # of no conversation: only compiles it
+    except _TEMPLATE_ERRORS as error:
         raise ConfigurationError(f"{what} is not valid: {error}") from error
+
+
+def _render(conversations: list[Any], template: str, values: Mapping[str, Any], num_steps: int) -> list[str]:
+    """Renders conversations by transformers' code in our environment, in so many steps."""
+    with at_most(num_steps):
+        rendered, _ = _transformers().render_jinja_template(conversations, chat_template=template, **values)
+    return [str(each) for each in rendered]
+
+
+@cache
+def _transformers() -> Any:
+    """The module of transformers that compiles and renders templates: a copy of our own, with our environment for them.
+
+    It makes the environment of each template from a name of the module, and offers no other way in.
+    """
+    spec = importlib.util.find_spec("transformers.utils.chat_template_utils")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[attr-defined]
+    return module
 
 
 class ChatTemplates:
@@ -86,7 +109,8 @@ class ChatTemplates:
         return "\n".join(map(str, named.values())) if isinstance(named, dict) else str(named)
 
     def study(self) -> None:
-        """Finds what the templates expect, which the first `render` does otherwise."""
+        """Finds what the templates expect, which the first `render` does otherwise. Raises ConfigurationError for a
+        template that does not end."""
         _ = self._traits
 
     @cached_property
@@ -94,12 +118,15 @@ class ChatTemplates:
         """Whether a template refuses ids of tool calls that are not nine letters and digits, as Mistral's do."""
         return any(traits.takes_only_short_call_ids for traits in self._traits.values())
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], num_steps: int = STEPS_MAX
+    ) -> str:
         """Renders a conversation of messages as OpenAI defines them. `variables` are passed to the template; `tools`
         also chooses it.
 
-        Raises InvalidRequest: "messages" with the template's message if it refuses them, "continue_final_message" if
-        the last message cannot be continued, "chat_template_kwargs" for names that templates cannot use.
+        Raises TemplateLimit if it takes more than `num_steps`, which are fewer than STEPS_MAX, and InvalidRequest:
+        "messages" with the template's message if it refuses them, "continue_final_message" if the last message cannot
+        be continued, "chat_template_kwargs" for names that templates cannot use.
         """
         if taken := sorted(self._taken_names & variables.keys()):
             raise InvalidRequest(
@@ -115,9 +142,13 @@ class ChatTemplates:
             template = self._folder.get_chat_template(self._given, variables.get("tools"))
             for form in forms_of(messages, self._traits_of(template)):
                 try:
-                    return self._rendered(template, form, variables)
+                    return self._rendered(template, form, variables, num_steps)
                 except _WRONG_FORM_ERRORS as error:
                     refusal = refusal or str(error)
+        except TemplateLimit as error:
+            if num_steps < STEPS_MAX:
+                raise
+            refusal = str(error)
         except _TEMPLATE_ERRORS as error:
             refusal = str(error)
         message = refusal[:_REFUSAL_CHARS_MAX]
@@ -125,13 +156,11 @@ class ChatTemplates:
             raise InvalidRequest("continue_final_message", message)
         raise InvalidRequest("messages", f"the model's chat template refused the messages: {message}")
 
-    def _rendered(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+    def _rendered(
+        self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], num_steps: int
+    ) -> str:
         # Variables come before special tokens of the same names, as in `apply_chat_template`.
-        values = {**self._folder.special_tokens_map, **variables}
-        rendered, _ = render_jinja_template([messages], chat_template=template, **values)
-        return str(rendered[0])
+        return _render([messages], template, {**self._folder.special_tokens_map, **variables}, num_steps)[0]
 
     @cached_property
     def _traits(self) -> dict[str, TemplateTraits]:
@@ -143,8 +172,14 @@ class ChatTemplates:
                 continue
 
             def render(messages: Sequence[Mapping[str, Any]], template: str = template, **variables: Any) -> str | None:
+                given = {"add_generation_prompt": True, **variables}
                 try:
-                    return self._rendered(template, messages, {"add_generation_prompt": True, **variables})
+                    return self._rendered(template, messages, given, STEPS_MAX)
+                except TemplateLimit as error:
+                    raise ConfigurationError(
+                        f"the chat template cannot be used: for a conversation of a few words {error}; look at it, or "
+                        "give another one with --chat-template"
+                    ) from error
                 except _TEMPLATE_ERRORS:
                     return None
 

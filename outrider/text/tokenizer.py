@@ -21,6 +21,7 @@ from typing import Any, Final
 import tokenizers
 
 from outrider.errors import ConfigurationError
+from outrider.model_files import read_json
 from outrider.text.added_tokens import tokens_beside
 from outrider.text.chat_template import ChatTemplates, read_folder
 
@@ -28,6 +29,8 @@ LONG_TEXT_CHARS: Final = 8192
 """Length in characters above which a text must not be tokenized on an event loop."""
 LONG_TEXT_TOKENS: Final = 4096
 """Number of tokens from which they must not be decoded on an event loop."""
+SHORT_STEPS_MAX: Final = 5000
+"""Most steps of a chat template on an event loop, where nothing else happens meanwhile."""
 TOKENS_KEPT: Final = 1 << 15
 """Tokens whose bytes are cached, in up to 6 MiB: a lookup takes 5 µs, and an answer with log probabilities needs dozens
 per step."""
@@ -226,6 +229,11 @@ class Tokenizer:
         """
         return self._chat.render(messages, variables)
 
+    def render_short_chat(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+        """As `render_chat`, on an event loop. Raises TemplateLimit if that would take more than some milliseconds,
+        which depends on the template as well."""
+        return self._chat.render(messages, variables, SHORT_STEPS_MAX)
+
     def template_reads(self, name: str) -> bool:
         """Whether the chat template uses a variable of this name, so that it can change the prompt."""
         return name in self.chat_template
@@ -256,17 +264,3 @@ def _bytes_by_character() -> dict[str, int]:
 
 _BYTES_BY_CHARACTER: Final = _bytes_by_character()
 _BYTE_PIECE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
-
-
-def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigurationError(f"{path} does not exist; a model folder must hold one") from error
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} does not hold a JSON object")
-    return content

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigurationError
-from outrider.text.tokenizer import Tokenizer, canonical_merge, read_json
+from outrider.model_files import read_json
+from outrider.text.tokenizer import Tokenizer, canonical_merge
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ from outrider.registry.worker_lease import WorkerLease
 from outrider.registry.worker_record import Pool, WorkerLoad, WorkerRecord, WorkerState
 from outrider.security.call_admission import OpenCallLimit
 from outrider.security.tls import Dialer, Role, RoleCheck, TlsFiles, check_role, check_worker_id
+from outrider.visible_text import visible
 from outrider.worker.loading_thread import start_beside, watch_progress
 from outrider.worker.model_thread import PEERS_S, PEERS_SHARE, ActionT, Core, EventT, ModelThread
 from outrider.worker.rpc import HEALTH_SERVER_OPTIONS, OPEN_METHODS, SERVER_OPTIONS, HealthService, LateServices
@@ -374,7 +375,7 @@ def run_worker(main: Callable[[], Any], cores: str | None = None, log_format: Lo
 
 def report_cause(message: str) -> None:
     """Reports why this process ends: on standard error, and under torchrun in its report, which comes last."""
-    print(f"error: {message}", file=sys.stderr)
+    print(visible(f"error: {message}"), file=sys.stderr)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}

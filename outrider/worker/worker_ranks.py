@@ -10,9 +10,9 @@ import argparse
 import logging
 import os
 import signal
-import sys
 
 from outrider.errors import OutriderError
+from outrider.observability import logs
 from outrider.worker.engine_options import engine_config
 from outrider.worker.worker_options import worker_options
 from outrider.worker.worker_process import pin_to_cores, report_cause
@@ -25,11 +25,7 @@ EXIT_ALONE = 75  # EX_TEMPFAIL: the group is broken, a new one may work
 def follow(arguments: argparse.Namespace) -> int:
     """Runs a process that is not rank 0. Returns its exit status."""
     rank = os.environ["RANK"]
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s",
-    )
+    logs.configure(logs.LogFormat.TEXT, origin=f"rank {rank} ")
     # Nothing is lost while a group loads. The system ends the process even while it waits inside a library.
     _on_stop(signal.SIG_DFL)
     try:

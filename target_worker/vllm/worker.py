@@ -13,9 +13,10 @@ from typing import Final
 from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
-from outrider.engine.loading.checkpoint_files import read_json, tensors_of, weight_files
+from outrider.engine.loading.checkpoint_files import tensors_of, weight_files
 from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.errors import ConfigurationError
+from outrider.model_files import read_json
 from outrider.observability.telemetry import TargetMetrics
 from outrider.observability.vllm_names import MetricsNames
 from outrider.security.tls import Role

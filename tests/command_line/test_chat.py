@@ -40,6 +40,7 @@ class FakeServer:
     url: str = ""
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "m", "has_chat_template": True}])
     refuses: bool = False
+    content: str = " two"  # of the second token
     goes_on: Event = field(default_factory=Event)
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
@@ -56,7 +57,7 @@ class FakeServer:
             return
         send(handler, {"choices": [{"delta": {"content": "one"}}]})
         self.goes_on.wait(TIMEOUT_S)
-        send(handler, {"choices": [{"delta": {"content": " two"}, "finish_reason": "length"}]})
+        send(handler, {"choices": [{"delta": {"content": self.content}, "finish_reason": "length"}]})
         handler.wfile.write(b"data: [DONE]\n\n")
 
 
@@ -138,6 +139,20 @@ class TestServer:
         status, stdout, _ = piped(outrider, "--url", server.url)
         assert status == 1
         assert "the test says no" in stdout
+
+    def test_neither_an_answer_nor_a_model_moves_anything_in_the_terminal(
+        self, outrider: Run, server: FakeServer
+    ) -> None:
+        """OSC 52 writes the clipboard; U+009B begins a sequence as ESC and a bracket do."""
+        server.content = "\x1b]52;c;eA==\x07\x9b2J\u202e\ud800"
+        server.models = [{"id": "m\x1b]52;c;eA==\x07"}]
+        status, stdout, stderr = piped(outrider, "--url", server.url)
+        assert status == 0, stderr
+        assert "one\\u001b]52;c;eA==" in stdout
+        assert not set("\x1b\x07\x9b\u202e") & set(stdout + stderr)
+        _, _, refusal = piped(outrider, "--url", server.url, "--model", "other", lines="")
+        assert "there is m\\u001b]52" in refusal
+        assert "\x1b" not in refusal
 
     @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
     def test_its_address_may_be_as_serve_prints_it(self, outrider: Run, server: FakeServer, ending: str) -> None:

@@ -293,6 +293,19 @@ class TestServing:
         assert text == clusters.tokenizer.decode(clusters.script[:10])
         assert running.draft.requests[-1].session_id == running.target.requests[-1].session_id
 
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+    async def test_no_other_user_of_the_machine_reads_or_changes_its_files(self, running: Running) -> None:
+        """HAProxy's launcher lies there, and runs as the coordinator's user; Ray opens its folder to everybody."""
+        if running.ready["hosting"] == Hosting.PLAIN:
+            pytest.skip("a plain process has no such files")
+        paths = ["/etc/passwd", str(running.temp_dir), *map(str, running.temp_dir.rglob("*"))]
+        assert len(paths) > 20
+        found = subprocess.run(
+            ["/bin/sh", "-c", 'for f; do if [ -r "$f" ] || [ -w "$f" ]; then echo "$f"; fi; done', "sh", *paths],
+            user=65534, group=65534, extra_groups=[], capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert found.stdout.split() == ["/etc/passwd"]
+
     async def test_the_request_id_comes_back_once(self, running: Running) -> None:
         async with httpx.AsyncClient(base_url=running.ready["http"]) as client:
             response = await client.get("/v1/models", headers={"X-Request-Id": "mine"})
@@ -376,7 +389,7 @@ class TestServing:
     )
     async def test_bytes_that_are_no_message_leave_no_trace_in_the_logs(self, running: Running, path: str) -> None:
         def traces() -> int:
-            files = (running.temp_dir / "log", *(running.temp_dir / "session_latest" / "logs").rglob("*"))
+            files = (running.temp_dir / "log", *(running.temp_dir / "r" / "session_latest" / "logs").rglob("*"))
             return sum(file.read_bytes().count(b"Traceback") for file in files if file.is_file())
 
         num_before = traces()
@@ -522,8 +535,8 @@ class TestServing:
             assert await running.process.wait() == 0
         _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
         assert alive == []
-        left = [path.name for path in running.temp_dir.iterdir() if not path.name.startswith("session_")]
-        assert left == ["log"], "beside Ray's own, in a folder that was given to it"
+        left = {path.name for path in running.temp_dir.iterdir()} - {"r"}
+        assert left == {"log"}, "beside Ray's own, in a folder that was given to it"
 
 
 @pytest.mark.slow

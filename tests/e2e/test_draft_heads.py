@@ -13,9 +13,9 @@ import pytest
 from benchmarks.shared.worker_pair import WorkerPair, worker_pair
 from command_line.checkout import DEMO_TARGET
 from command_line.start.demo_prompts import DEMO_PROMPTS
-from outrider.engine.loading.checkpoint_files import read_json
 from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.local.redis_server import EmbeddedRedis
+from outrider.model_files import read_json
 from outrider.sampling_params import SamplingParams
 from outrider.text.tokenizer import Tokenizer
 from protos.outrider.v1 import draft_pb2

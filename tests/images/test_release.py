@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from k8s.helm.chart import render
+from k8s.helm.chart import PRESETS, merged, preset, render
+from tests.k8s.pods import pods
 
 ROOT = Path(__file__).parents[2]
 DIGEST = "sha256:" + "0" * 64
@@ -34,9 +35,13 @@ class Release:
         self.root = folder / "repository"
         programs = folder / "bin"
         programs.mkdir()
-        for name in ("docker", "cosign", "helm"):
+        for name in ("docker", "cosign", "helm", "make"):
             (programs / name).write_text(STAND_IN)
             (programs / name).chmod(0o755)
+        self.audit = self.root / ".venv" / "bin" / "python"
+        self.audit.parent.mkdir(parents=True)
+        self.set_audit(0)
+        (self.root / ".gitignore").write_text(".venv/\n")
         (self.root / "k8s" / "images").mkdir(parents=True)
         (self.root / "k8s" / "helm" / "outrider").mkdir(parents=True)
         for name in ("k8s/images/release.sh", "k8s/helm/outrider/values.yaml"):
@@ -45,6 +50,11 @@ class Release:
         identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
         for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "a"]):
             subprocess.run(["git", *words], cwd=self.root, check=True, env=self.environment)
+
+    def set_audit(self, status: int) -> None:
+        """An audit with this exit status."""
+        self.audit.write_text(f'#!/bin/sh\necho "python $*" >> "$CALLS"\nexit {status}\n')
+        self.audit.chmod(0o755)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = ["sh", "k8s/images/release.sh", *words]
@@ -77,6 +87,30 @@ def test_every_image_is_published_and_signed_by_its_digest_and_the_chart_names_t
     used = set(re.findall(r"registry\.example\.com/team/(outrider-[\w.:-]+)", str(objects)))
     assert used <= published
     assert used
+    assert set(values["images"]["digests"]) == {each.replace(":1.2.3", "") for each in published}
+    assert set(values["images"]["digests"].values()) == {DIGEST}
+    digests = values["images"]["digests"]
+    for given in ({}, *map(preset, PRESETS)):
+        objects = render(merged(given, {"images": {"registry": "registry.example.com/team", "digests": digests}}))
+        for pod in pods(objects):
+            for container in pod.containers:
+                assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"]), f"{container['image']} may change"
+
+
+@pytest.mark.parametrize(("status", "reason"), [(1, "vulnerable"), (69, "not audited")])
+def test_packages_that_were_not_audited_are_not_released(release: Release, status: int, reason: str) -> None:
+    release.set_audit(status)
+    assert release.run("registry.example.com/team", "1.2.3").returncode == status, reason
+    calls = release.calls.read_text()
+    assert "python -m k8s.images.audit\n" in calls, "without leave to be offline"
+    assert "docker" not in calls
+
+
+def test_digests_are_those_of_the_charts_own_version_alone() -> None:
+    """Another tag is another image."""
+    given = {"images": {"registry": "r", "digests": {"outrider-worker-demo": DIGEST}}}
+    assert f"-demo@{DIGEST}" in str(render(given))
+    assert DIGEST not in str(render(merged(given, {"images": {"tag": "9.9.9"}})))
 
 
 @pytest.mark.parametrize(("words", "reason"), [(["a"], "VERSION"), (["a", "v1;rm"], "not a version")])

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from outrider.local.child_log import ChildLog
 from outrider.observability import logs
 from outrider.observability.logs import JsonFormatter, LogFormat
+from outrider.visible_text import visible
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +85,28 @@ def test_what_cannot_be_opened_is_replaced_by_standard_error(capsys: pytest.Capt
     warning, line = capsys.readouterr().err.splitlines()
     assert "No such device or address" in warning
     assert line.endswith("WARNING x: hello")
+
+
+@pytest.mark.parametrize("form", LogFormat)
+def test_nobody_writes_lines_or_control_characters_into_a_log(
+    form: LogFormat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tenant's name, a model's name or an error's text may hold anything."""
+    logs.configure(form)
+    logging.getLogger("x").warning("hello %s", "a\n2026-01-01 00:00:00 ERROR forged\x1b]52;c;eA==\x07\x9b2J\u202e")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "forged" in line
+    assert line == visible(line)
+
+
+def test_a_new_log_is_its_owners_alone(tmp_path: Path) -> None:
+    logs.configure(LogFormat.TEXT, path=tmp_path / "log")
+    logging.getLogger("x").warning("hello")
+    log = ChildLog("target-0", tmp_path)
+    log.write("hello")
+    log.close()
+    assert [oct(path.stat().st_mode & 0o777) for path in sorted(tmp_path.iterdir())] == ["0o600", "0o600"]
+    for handler in logging.getLogger().handlers:
+        handler.close()
+        if isinstance(handler, logging.StreamHandler):
+            handler.stream.close()

@@ -356,7 +356,7 @@ class TestReservations:
         async with WorkerLease(registry, RECORD, WorkerLoad):
             await registry.reserve("target", [RECORD.incarnation], [8], "s0")
         async with redis.asyncio.Redis.from_url(redis_url, decode_responses=True) as client:
-            assert sorted(await client.keys("*")) == ["{or:target}:events", "{or:target}:joined"]
+            assert sorted(await client.keys("*")) == ["{or:target}:events", "{or:target}:joins"]
 
 
 async def test_a_change_of_members_is_seen_at_once(registry: Registry) -> None:

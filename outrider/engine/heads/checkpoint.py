@@ -15,9 +15,9 @@ from outrider.engine.heads.kind import HeadKind as HeadKind
 from outrider.engine.heads.kind import kind_of
 from outrider.engine.heads.tensors import TensorFiles
 from outrider.engine.kv.kv_plan import ModelLoadError
-from outrider.engine.loading.checkpoint_files import read_json
 from outrider.engine.model import own_limit
 from outrider.errors import ConfigurationError
+from outrider.model_files import read_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.engine.kv.kv_plan import ModelLoadError
-from outrider.engine.loading.checkpoint_files import read_json, tensors_of
+from outrider.engine.loading.checkpoint_files import tensors_of
 from outrider.errors import ConfigurationError
+from outrider.model_files import read_json
 
 _READABLE: Final = "EAGLE-3 (of SafeAILab and of speculators), Medusa, and MTP of DeepSeek-V3, GLM-4.5 and Qwen3-Next"
 

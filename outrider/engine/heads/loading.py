@@ -22,10 +22,10 @@ from outrider.engine.kv.kv_plan import GIB, KvPlan, ModelLoadError, ModelMemory,
 from outrider.engine.layers.experts import run_in_blocks, split_experts
 from outrider.engine.layers.features import FeatureSource
 from outrider.engine.layers.linear import LinearForms, make_batch_invariant
-from outrider.engine.loading.checkpoint_files import read_json
 from outrider.engine.loading.machine import machine_memory
 from outrider.engine.model import DTYPES, device_for
 from outrider.engine.options import EngineOptions
+from outrider.model_files import read_json
 from outrider.text.tokenizer import model_eos_token_ids, tokenizer_eos_token_ids
 
 _EMBEDDING: Final = "embed_tokens.weight"

@@ -7,14 +7,15 @@ Never imports torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import ConfigurationError
+from outrider.model_files import file_beside, parse_json, read_json
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors format."""
@@ -23,6 +24,17 @@ INDEX_SUFFIX: Final = ".safetensors.index.json"
 INDEX_FILE: Final = f"model{INDEX_SUFFIX}"
 ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
 _LENGTH_BYTES: Final = 8  # before the header
+_DIMENSIONS_MAX: Final = 32
+_BITS: Final = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+"""Bits of an element, by the format's names of types."""
 
 
 class DamagedCheckpoint(ConfigurationError):
@@ -43,19 +55,20 @@ class Tensor:
 
 def weight_files(model_dir: Path, config: dict[str, Any]) -> list[Path]:
     """The files that transformers reads the weights from, each once. Raises ConfigurationError."""
-    name = str(config.get("transformers_weights") or _usual_file(model_dir))
-    names = [name] if not name.endswith(INDEX_SUFFIX) else sorted(set(weight_map(model_dir / name).values()))
+    first = _first_file(model_dir, config)
+    names = sorted(set(weight_map(first).values())) if _is_index(first) else [first.name]
     if (model_dir / ADAPTER_FILES[1]).is_file():
         names.append(ADAPTER_FILES[1])
     return [model_dir / name for name in names]
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The names of files by the names of the tensors in them, as an index has them. Raises ConfigurationError."""
+    """The names of files by the names of the tensors in them, as an index has them, all beside it. Raises
+    ConfigurationError."""
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise ConfigurationError(f"{index} has no weight_map")
-    return {str(tensor): str(name) for tensor, name in found.items()}
+    return {str(tensor): file_beside(index, name).name for tensor, name in found.items()}
 
 
 def tensors_of(path: Path) -> list[Tensor]:
@@ -65,21 +78,26 @@ def tensors_of(path: Path) -> list[Tensor]:
             header_len = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if header_len > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {header_len} bytes")
-            header = json.loads(file.read(header_len))
+            header = parse_json(file.read(header_len))
         header.pop("__metadata__", None)
-        return [
-            Tensor(
-                name,
-                str(each["dtype"]),
-                tuple(int(size) for size in each["shape"]),
-                path,
-                _LENGTH_BYTES + header_len + int(each["data_offsets"][0]),
-                int(each["data_offsets"][1]) - int(each["data_offsets"][0]),
-            )
-            for name, each in header.items()
-        ]
+        return [_tensor(path, _LENGTH_BYTES + header_len, name, each) for name, each in header.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _tensor(path: Path, data_begin: int, name: str, described: dict[str, Any]) -> Tensor:
+    """A tensor of a header, whose shape and offsets agree. Raises ValueError, KeyError or TypeError."""
+    dtype, shape, (begin, end) = described["dtype"], described["shape"], described["data_offsets"]
+    numbers = [*shape, begin, end]
+    if len(shape) > _DIMENSIONS_MAX or not all(type(each) is int and 0 <= each < 1 << 63 for each in numbers):
+        raise ValueError(f"the shape or the offsets of {name[:100]!r} are no such numbers")
+    num_bits = prod(shape) * _BITS[dtype]
+    if num_bits != 8 * (end - begin):
+        raise ValueError(
+            f"{name[:100]!r} has the shape {shape} of {dtype}, which are {num_bits / 8:g} bytes, and the offsets of "
+            f"{end - begin}"
+        )
+    return Tensor(name, dtype, tuple(shape), path, data_begin + begin, end - begin)
 
 
 def check_checkpoint(model_dir: Path) -> None:
@@ -89,8 +107,8 @@ def check_checkpoint(model_dir: Path) -> None:
     Raises DamagedCheckpoint, or ConfigurationError if a description cannot be read.
     """
     config = read_json(model_dir / "config.json")
-    name = str(config.get("transformers_weights") or _usual_file(model_dir))
-    placed = weight_map(model_dir / name) if name.endswith(INDEX_SUFFIX) else {}
+    first = _first_file(model_dir, config)
+    placed = weight_map(first) if _is_index(first) else {}
     files = weight_files(model_dir, config)
     if missing := [path.name for path in files if not path.is_file()]:
         raise DamagedCheckpoint(
@@ -102,8 +120,8 @@ def check_checkpoint(model_dir: Path) -> None:
         absent = [tensor for tensor, file in placed.items() if file == path.name and tensor not in names]
         if absent:
             raise DamagedCheckpoint(
-                f"{path} lacks {len(absent)} tensors that {name} places in it, such as {absent[0]}; the file and the "
-                "index belong to different versions of the model"
+                f"{path} lacks {len(absent)} tensors that {first.name} places in it, such as {absent[0]}; the file and "
+                "the index belong to different versions of the model"
             )
 
 
@@ -118,19 +136,14 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises ConfigurationError."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} is not a JSON object")
-    return found
+def _first_file(model_dir: Path, config: dict[str, Any]) -> Path:
+    """The file of the weights, or the index that names their files. Raises ConfigurationError."""
+    usual = SINGLE_FILE if (model_dir / SINGLE_FILE).is_file() else INDEX_FILE
+    return file_beside(model_dir / "config.json", config.get("transformers_weights") or usual)
 
 
-def _usual_file(model_dir: Path) -> str:
-    return SINGLE_FILE if (model_dir / SINGLE_FILE).is_file() else INDEX_FILE
+def _is_index(path: Path) -> bool:
+    return path.name.endswith(INDEX_SUFFIX)
 
 
 def _whole_tensors(path: Path) -> list[Tensor]:

@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.engine.loading.checkpoint_files import ADAPTER_FILES, Tensor, read_json, tensors_of, weight_files
+from outrider.engine.loading.checkpoint_files import ADAPTER_FILES, Tensor, tensors_of, weight_files
 from outrider.errors import ConfigurationError
+from outrider.model_files import read_json
 
 WHOLE_BYTES: Final = 64 << 20
 """Tensor bytes up to which a checkpoint is hashed whole."""

@@ -26,7 +26,10 @@ outrider.dev/pair: {{ . }}
 {{- if not .root.Values.images.registry }}
 {{- fail "images.registry is empty: name the registry that has Outrider's images (docs/operations/kubernetes.md, Images). A published chart names its own." }}
 {{- end -}}
-{{ .root.Values.images.registry }}/{{ .repository }}:{{ .root.Values.images.tag | default .root.Chart.AppVersion }}{{ .suffix }}
+{{- $images := .root.Values.images }}
+{{- $tag := $images.tag | default .root.Chart.AppVersion }}
+{{- $digest := ternary (get ($images.digests | default dict) (printf "%s%s" .repository .suffix)) "" (eq $tag .root.Chart.AppVersion) -}}
+{{ $images.registry }}/{{ .repository }}:{{ $tag }}{{ .suffix }}{{ with $digest }}@{{ . }}{{ end }}
 {{- end }}
 
 {{- define "outrider.coordinator.image" -}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,12 @@ from tests.target_worker.fakes import start
 
 VOCAB_SIZE, BLOCK_SIZE = 1000, 16
 LIMITS = SchedulerLimits(max_model_len=60_000, hint_wait_ms_max=0.0)
-PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3, "bad_words": ((1, 2, 3),)}
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.3,
+    "bad_words": ((1, 2, 3),),
+}
 
 
 class Decoding:
@@ -36,8 +42,9 @@ class Decoding:
         while self.step() is None:
             pass
         self.session: Session = self.scheduler._sessions["a"]
-        self.session.token_ids = CountingList(self.session.token_ids)  # type: ignore[assignment]
-        self.session.kv.block_ids = CountingList(self.session.kv.block_ids)  # type: ignore[assignment]
+        self.tokens, self.blocks = CountingList(self.session.token_ids), CountingList(self.session.kv.block_ids)
+        self.session.token_ids = self.tokens  # type: ignore[assignment]
+        self.session.kv.block_ids = self.blocks  # type: ignore[assignment]
 
     def step(self) -> int | None:
         """Returns the number of committed tokens; None while the prompt is computed."""
@@ -58,9 +65,8 @@ class Decoding:
         num_tokens, num_blocks = [], []
         for _ in range(num_steps):
             self.step()
-            for numbers, read in ((num_tokens, self.session.token_ids), (num_blocks, self.session.kv.block_ids)):
-                assert isinstance(read, CountingList)
-                numbers.append(read.take_num_read())
+            num_tokens.append(self.tokens.take_num_read())
+            num_blocks.append(self.blocks.take_num_read())
         return max(num_tokens), max(num_blocks)
 
 
@@ -86,11 +92,9 @@ def test_moving_an_accepted_branch_reads_the_blocks_of_what_was_fed() -> None:
 
     expected = kv.slots(0, kv.length)
     sources, destinations = item.moved_entries(Verdict([1, 2], 0, 0, trail=(1,)))
-    blocks = kv.block_ids
-    assert isinstance(blocks, CountingList)
-    blocks.take_num_read()
+    decoding.blocks.take_num_read()
     runner._move_entries(Engine(), [item], [Verdict([1, 2], 0, 0, trail=(1,))])  # type: ignore[arg-type]
-    assert blocks.take_num_read() <= 2
+    assert decoding.blocks.take_num_read() <= 2
     ((from_slots, to_slots),) = moved
-    np.testing.assert_array_equal(from_slots, expected[sources])  # type: ignore[arg-type]
-    np.testing.assert_array_equal(to_slots, expected[destinations])  # type: ignore[arg-type]
+    np.testing.assert_array_equal(from_slots, expected[sources])
+    np.testing.assert_array_equal(to_slots, expected[destinations])

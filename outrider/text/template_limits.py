@@ -28,8 +28,8 @@ from jinja2.runtime import BlockReference, Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-STEPS_MAX: Final = 1_000_000
-"""Steps of one rendering: a conversation of a megabyte in a thousand messages takes some 50,000."""
+STEPS_MAX: Final = 2_000_000
+"""Steps of one rendering: a megabyte in a thousand messages takes 50,000, a complex template some hundred a message."""
 TEMPLATE_CHARS_MAX: Final = 1 << 20
 """Longest template; the longest of known models has 20,000 characters."""
 _NUMBER_MAX: Final = 100_000

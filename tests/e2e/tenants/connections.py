@@ -1,0 +1,184 @@
+"""Attacks by connections: bodies that do not come, compressed messages, silence, watches, and streams nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+import struct
+import zlib
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.e2e.fuzz.wire import Hung, call
+from tests.e2e.tenants.attacker import COMPLETIONS, Attacker
+from tests.e2e.tenants.scenario import scenario
+
+MANY = 700  # more than a replica takes requests in
+CONNECTIONS = 4200
+BLOWN_UP_BYTES = 1 << 30
+
+
+def gzip_of(num_bytes: int) -> bytes:
+    """Zeros, compressed by about 1000 to 1."""
+    packer = zlib.compressobj(9, wbits=31)
+    piece = bytes(1 << 20)
+    parts = [packer.compress(piece) for _ in range(num_bytes >> 20)]
+    return b"".join([*parts, packer.flush()])
+
+
+async def send_grpc(a: Attacker, encoding: bytes, message: bytes, *, has_key: bool) -> None:
+    host, _, port = a.access.grpc_address.rpartition(":")
+    context = None
+    if a.access.authority is not None:
+        context = ssl.create_default_context(cafile=a.access.authority)
+        context.set_alpn_protocols(["h2"])
+    headers = [
+        (b":method", b"POST"),
+        (b":scheme", b"http" if context is None else b"https"),
+        (b":path", b"/outrider.v1.Generation/Generate"),
+        (b":authority", a.access.grpc_address.encode()),
+        (b"content-type", b"application/grpc"),
+        (b"grpc-encoding", encoding),
+        (b"te", b"trailers"),
+    ]
+    if has_key:
+        headers.append((b"authorization", f"Bearer {a.access.key}".encode()))
+    a.tally.num_requests += 1
+    a.tally.num_bytes += len(message)
+    try:
+        frame = struct.pack(">BI", 1, len(message)) + message
+        answer = await call(host, int(port), context, host if context else None, headers, frame, timeout_s=30)
+        a.tally.note(answer.code)
+    except Hung:
+        a.tally.note("no answer")
+
+
+@scenario(3, clients=1, times=2, is_short=True)
+async def compressed_message_without_a_key(a: Attacker) -> None:
+    """One megabyte over gRPC without a key, which is a gigabyte of zeros, compressed."""
+    await send_grpc(a, b"gzip", gzip_of(BLOWN_UP_BYTES), has_key=False)
+
+
+@scenario(3, clients=4, times=1)
+async def compressed_messages_with_a_key(a: Attacker) -> None:
+    """The same by four clients with a key."""
+    await send_grpc(a, b"gzip", gzip_of(BLOWN_UP_BYTES >> 2), has_key=True)
+
+
+@scenario(3, clients=2)
+async def compressed_bodies(a: Attacker) -> None:
+    """Compressed bodies over HTTP, which nobody has asked for."""
+    await a.post(COMPLETIONS, gzip_of(64 << 20), Content_Encoding="gzip")
+
+
+async def hold(a: Attacker, count: int, raw: bytes, piece: bytes = b"") -> None:
+    """Opens so many connections that send `raw`, then a piece every two seconds, and stay for the whole attack."""
+    a.tally.num_requests += count
+    a.tally.num_bytes += count * len(raw)
+
+    async def one(index: int) -> None:
+        await asyncio.sleep(index * 0.002)
+        await a.speak(raw, piece=piece)
+
+    await asyncio.gather(*(one(index) for index in range(count)))
+
+
+@scenario(4, clients=1, times=1, is_short=True)
+async def bodies_that_do_not_come(a: Attacker) -> None:
+    """Seven hundred requests with a key, whose bodies are announced and never sent."""
+    raw = a.head("POST", COMPLETIONS, Content_Type="application/json", Content_Length="200") + b"\r\n"
+    await hold(a, MANY, raw + b"{")
+
+
+@scenario(4, clients=1, times=1)
+async def bodies_in_chunks_that_do_not_come(a: Attacker) -> None:
+    """The same with chunked bodies, of which a byte comes every two seconds."""
+    raw = a.head("POST", COMPLETIONS, Content_Type="application/json", Transfer_Encoding="chunked") + b"\r\n"
+    await hold(a, MANY, raw + b"1\r\n{\r\n", b"1\r\n \r\n")
+
+
+@scenario(4, clients=1, times=1)
+async def slow_uploads(a: Attacker) -> None:
+    """Sixteen files that are uploaded a byte every two seconds."""
+    form = {"Content_Type": "multipart/form-data; boundary=b", "Content_Length": str(1 << 20)}
+    raw = a.head("POST", "/v1/files", **form) + b"\r\n"
+    raw += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    await hold(a, 16, raw, b"a")
+
+
+@scenario(4, clients=1, times=1)
+async def heads_that_do_not_come(a: Attacker) -> None:
+    """A thousand requests whose head never ends."""
+    await hold(a, 1000, a.head("POST", COMPLETIONS), b"X-A: b\r\n")
+
+
+@scenario(4, clients=1, times=1)
+async def silent_connections(a: Attacker) -> None:
+    """Four thousand connections that say nothing."""
+    await hold(a, CONNECTIONS, b"")
+
+
+@scenario(4, clients=1, times=1)
+async def silent_connections_over_grpc(a: Attacker) -> None:
+    """Two thousand connections to the gRPC port that say nothing."""
+    host, _, port = a.access.grpc_address.rpartition(":")
+    a.tally.num_requests += 2000
+
+    async def one(index: int) -> None:
+        await asyncio.sleep(index * 0.002)
+        with contextlib.suppress(OSError, TimeoutError):
+            _, writer = await asyncio.open_connection(host, int(port))
+            try:
+                await asyncio.sleep(a.seconds)
+            finally:
+                writer.transport.abort()
+
+    await asyncio.gather(*map(one, range(2000)))
+
+
+@scenario(4, clients=8)
+async def new_connections(a: Attacker) -> None:
+    """A new connection, with its handshake, for each look at the list of models."""
+    a.tally.num_requests += 1
+    await a.speak(a.head("GET", "/v1/models") + b"\r\n", stays_s=0.01)
+
+
+@scenario(18, clients=1, times=1, is_short=True)
+async def health_watches(a: Attacker) -> None:
+    """Three hundred clients without a key watch the health over gRPC."""
+    stub = health_pb2_grpc.HealthStub(a.channel)
+    a.tally.num_requests += 300
+
+    async def watch() -> None:
+        try:
+            async for _ in stub.Watch(health_pb2.HealthCheckRequest(), timeout=a.seconds):
+                pass
+        except grpc.aio.AioRpcError as error:
+            a.tally.note(error.code().name)
+
+    await asyncio.gather(*(watch() for _ in range(300)))
+
+
+@scenario(0, clients=4)
+async def calls_that_are_cancelled(a: Attacker) -> None:
+    """Calls over gRPC that are begun and cancelled, hundreds a second."""
+    for _ in range(50):
+        a.tally.num_requests += 1
+        watching = health_pb2_grpc.HealthStub(a.channel).Watch(health_pb2.HealthCheckRequest())
+        await asyncio.sleep(0.001)
+        watching.cancel()
+        a.tally.note("cancelled")
+
+
+@scenario(0, clients=1, times=1)
+async def streams_that_nobody_reads(a: Attacker) -> None:
+    """Forty streams of 900 tokens with all details, of which nobody reads more than the first line."""
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 4}
+    content = json.dumps(body).encode()
+    a.tally.num_tokens += 40 * 4 * 500
+    head = a.head("POST", COMPLETIONS, Content_Type="application/json", Content_Length=str(len(content)))
+    await hold(a, 40, head + b"\r\n" + content)

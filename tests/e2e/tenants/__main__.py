@@ -33,8 +33,9 @@ from tests.e2e.tenants.judge import Limits, Row, table
 from tests.e2e.tenants.scenario import SCENARIOS
 
 HOSTINGS = {"plain": Hosting.PLAIN, "ray": Hosting.RAY_SERVE}
-SHORT_SECONDS = 2.5
-SHORT_LIMITS = Limits({0.5: 6.0}, latency_max_s=20.0)
+SECONDS, RATE = 15.0, 8.0
+SHORT_SECONDS, SHORT_RATE = 4.0, 10.0
+SHORT_LIMITS = Limits({0.5: 6.0}, latency_max_s=15.0)
 """For a machine with much other work: these find what stops a neighbour, not what slows one down."""
 
 
@@ -56,17 +57,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="what runs the coordinator (default: %(default)s)",
     )
     parser.add_argument(
-        "--seconds", type=float, help="of each attack in each of its two rounds (default: 15; short form: 2.5)"
+        "--seconds",
+        type=float,
+        help=f"of each attack in each round (default: {SECONDS:g}; short form: {SHORT_SECONDS:g})",
     )
     parser.add_argument(
-        "--rate", type=float, default=6.0, metavar="N", help="well-behaved requests a second (default: %(default)g)"
+        "--rate",
+        type=float,
+        metavar="N",
+        help=f"well-behaved requests a second (default: {RATE:g}; short form: {SHORT_RATE:g})",
     )
     parser.add_argument("--short", action="store_true", help="fewer attacks, less time, wide limits, plain hosting")
     add_seed(parser, "everything that is random")
     add_output(parser)
     given = parser.parse_args(arguments)
     if given.seconds is None:
-        given.seconds = SHORT_SECONDS if given.short else 15.0
+        given.seconds = SHORT_SECONDS if given.short else SECONDS
+    if given.rate is None:
+        given.rate = SHORT_RATE if given.short else RATE
     if given.seconds <= 0 or given.rate <= 0:
         parser.error("--seconds and --rate must be above 0")
     return given
@@ -82,7 +90,7 @@ def plans(given: argparse.Namespace) -> list[Plan]:
     hosting = "plain" if given.short and given.hosting == "both" else given.hosting
     limits = SHORT_LIMITS if given.short else Limits()
     return [
-        Plan(chosen, kind, given.seconds, given.rate, given.seed, limits)
+        Plan(chosen, kind, given.seconds, given.rate, given.seed, limits, 1 if given.short else 2)
         for name, kind in HOSTINGS.items()
         if hosting in (name, "both")
     ]

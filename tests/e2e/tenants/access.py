@@ -78,3 +78,12 @@ class Access:
         """A bare connection to the HTTP door."""
         host, port = self.http_address
         return await asyncio.open_connection(host, port, ssl=self.context)
+
+    async def connect_grpc(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A bare connection to the gRPC door."""
+        host, _, port = self.grpc_address.rpartition(":")
+        context = None
+        if self.authority is not None:
+            context = ssl.create_default_context(cafile=self.authority)
+            context.set_alpn_protocols(["h2"])
+        return await asyncio.open_connection(host, int(port), ssl=context)

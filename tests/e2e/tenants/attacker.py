@@ -7,10 +7,10 @@ import contextlib
 import json
 import random
 import ssl
-import string
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import grpc
@@ -22,7 +22,11 @@ from tests.e2e.tenants.access import Access
 
 COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/v1/chat/completions"
+JSON: Final = {"Content-Type": "application/json"}
 _FAULTS_MAX: Final = 20
+# For random text that costs its sender hardly any time.
+_LETTERS: Final = bytes(ord("a") + byte % 26 for byte in range(256))
+_WORDS: Final = bytes(ord(" ") if byte % 6 == 0 else ord("a") + byte % 26 for byte in range(256))
 
 
 @dataclass
@@ -56,29 +60,40 @@ class Attacker:
     async def close(self) -> None:
         await self._http.aclose()
         await self._bounded_http.aclose()
-        await self.channel.close()
+        await self.channel.close(None)
 
     def letters(self, count: int) -> str:
         """Random text, so that no cache knows it."""
-        return "".join(self.rng.choices(string.ascii_lowercase, k=count))
+        return self.rng.randbytes(count).translate(_LETTERS).decode()
 
     def words(self, num_bytes: int) -> str:
         """Random words with spaces, as a prompt has them."""
-        return " ".join(self.letters(self.rng.randint(2, 7)) for _ in range(num_bytes // 5 + 1))[:num_bytes]
+        return self.rng.randbytes(num_bytes).translate(_WORDS).decode()
 
     async def post(
-        self, path: str, body: Mapping[str, Any] | bytes, *, is_bounded: bool = False, **headers: str
+        self,
+        path: str,
+        body: Mapping[str, Any] | bytes,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        *,
+        is_bounded: bool = False,
     ) -> httpx.Response | None:
         """Sends a body, JSON unless it is bytes, and takes the answer. None if none came."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         if not isinstance(body, bytes):
             self.tally.num_tokens += int(body.get("max_tokens") or 0) * int(body.get("n") or 1)
-        return await self.request("POST", path, content, is_bounded=is_bounded, **headers)
+        return await self.request("POST", path, content, headers, is_bounded=is_bounded)
 
     async def request(
-        self, method: str, path: str, content: bytes = b"", *, is_bounded: bool = False, **headers: str
+        self,
+        method: str,
+        path: str,
+        content: bytes = b"",
+        headers: Mapping[str, str] = MappingProxyType({}),
+        *,
+        is_bounded: bool = False,
     ) -> httpx.Response | None:
-        """Sends a request; words of header names are joined by underscores. None if no answer came."""
+        """Sends a request. None if no answer came."""
         self.tally.num_requests += 1
         self.tally.num_bytes += len(content)
         named = {"Content-Type": "application/json"} | {
@@ -131,11 +146,10 @@ class Attacker:
             if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
                 self.tally.fault(f"gRPC: {error.code().name}: {(error.details() or '')[:120]}")
 
-    def head(self, method: str, path: str, **headers: str) -> bytes:
+    def head(self, method: str, path: str, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
         """The first lines of a request, without the empty one."""
         host, port = self.access.http_address
-        named = {"Host": f"{host}:{port}", "Authorization": f"Bearer {self.access.key}"}
-        named |= {name.replace("_", "-"): value for name, value in headers.items()}
+        named = {"Host": f"{host}:{port}", "Authorization": f"Bearer {self.access.key}", **headers}
         return "\r\n".join([f"{method} {path} HTTP/1.1", *(f"{n}: {v}" for n, v in named.items()), ""]).encode()
 
     async def leave(self, path: str, body: Mapping[str, Any]) -> None:
@@ -144,7 +158,7 @@ class Attacker:
         self.tally.num_requests += 1
         self.tally.num_bytes += len(content)
         self.tally.num_tokens += int(body.get("max_tokens") or 0) * int(body.get("n") or 1)
-        head = self.head("POST", path, Content_Type="application/json", Content_Length=str(len(content)))
+        head = self.head("POST", path, {**JSON, "Content-Length": str(len(content))})
         await self.speak(head + b"\r\n" + content, stays_s=0.02)
 
     async def speak(

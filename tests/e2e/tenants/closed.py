@@ -33,7 +33,7 @@ async def metrics_under_other_names(a: Attacker) -> None:
 async def redirects_elsewhere(a: Attacker) -> None:
     """Paths with a slash too many, with another host in the head: nobody may be sent there."""
     for method, path in (("GET", "/v1/models/"), ("POST", "/v1/completions/"), ("GET", "/health/"), ("GET", "//a")):
-        answer = await a.request(method, path, Host=FOREIGN_HOST)
+        answer = await a.request(method, path, b"", {"Host": FOREIGN_HOST})
         if answer is None or not (location := answer.headers.get("location")):
             continue
         parts = urlsplit(location)
@@ -45,12 +45,12 @@ async def redirects_elsewhere(a: Attacker) -> None:
 async def foreign_origins(a: Attacker) -> None:
     """Requests of another site's pages: none gets a header that lets the page read the answer."""
     for headers in (
-        {"Origin": f"https://{FOREIGN_HOST}", "Content_Type": "text/plain"},
-        {"Origin": "null", "Content_Type": "text/plain"},
-        {"Origin": f"https://{FOREIGN_HOST}", "Access_Control_Request_Method": "POST"},
+        {"Origin": f"https://{FOREIGN_HOST}", "Content-Type": "text/plain"},
+        {"Origin": "null", "Content-Type": "text/plain"},
+        {"Origin": f"https://{FOREIGN_HOST}", "Access-Control-Request-Method": "POST"},
     ):
-        method = "OPTIONS" if "Access_Control_Request_Method" in headers else "POST"
-        answer = await a.request(method, COMPLETIONS, b'{"prompt": "a", "max_tokens": 1}', **headers)
+        method = "OPTIONS" if "Access-Control-Request-Method" in headers else "POST"
+        answer = await a.request(method, COMPLETIONS, b'{"prompt": "a", "max_tokens": 1}', headers)
         if answer is not None and answer.headers.get("access-control-allow-origin"):
             a.tally.fault(f"{method} with the origin {headers['Origin']} may be read by that page")
 
@@ -75,7 +75,7 @@ async def escape_sequences(a: Attacker) -> None:
 async def other_keys(a: Attacker) -> None:
     """Keys that are none, thousands of them, each of which has to be looked up."""
     for _ in range(2000):
-        await a.request("GET", "/v1/models", Authorization=f"Bearer or-{a.letters(43)}")
+        await a.request("GET", "/v1/models", b"", {"Authorization": f"Bearer or-{a.letters(43)}"})
 
 
 @scenario(18, clients=16)

@@ -17,7 +17,7 @@ from h2.events import ConnectionTerminated, ResponseReceived, StreamEnded, Strea
 from h2.exceptions import H2Error
 
 from protos.outrider.v1 import generation_pb2
-from tests.e2e.tenants.attacker import COMPLETIONS, Attacker
+from tests.e2e.tenants.attacker import COMPLETIONS, JSON, Attacker
 from tests.e2e.tenants.scenario import scenario
 
 MANY = 700  # more than a replica takes requests in
@@ -89,7 +89,7 @@ async def compressed_calls_with_a_key(a: Attacker) -> None:
 @scenario(3, clients=2)
 async def compressed_bodies(a: Attacker) -> None:
     """Compressed bodies over HTTP, which nobody has asked for."""
-    await a.post(COMPLETIONS, gzip.compress(bytes(64 << 20)), Content_Encoding="gzip")
+    await a.post(COMPLETIONS, gzip.compress(bytes(64 << 20)), {"Content-Encoding": "gzip"})
 
 
 async def hold(a: Attacker, count: int, raw: bytes, piece: bytes = b"") -> None:
@@ -107,22 +107,22 @@ async def hold(a: Attacker, count: int, raw: bytes, piece: bytes = b"") -> None:
 @scenario(4, clients=1, times=1, is_short=True)
 async def bodies_that_do_not_come(a: Attacker) -> None:
     """Seven hundred requests with a key, whose bodies are announced and never sent."""
-    raw = a.head("POST", COMPLETIONS, Content_Type="application/json", Content_Length="200") + b"\r\n"
+    raw = a.head("POST", COMPLETIONS, {**JSON, "Content-Length": "200"}) + b"\r\n"
     await hold(a, MANY, raw + b"{")
 
 
 @scenario(4, clients=1, times=1)
 async def bodies_in_chunks_that_do_not_come(a: Attacker) -> None:
     """The same with chunked bodies, of which a byte comes every two seconds."""
-    raw = a.head("POST", COMPLETIONS, Content_Type="application/json", Transfer_Encoding="chunked") + b"\r\n"
+    raw = a.head("POST", COMPLETIONS, {**JSON, "Transfer-Encoding": "chunked"}) + b"\r\n"
     await hold(a, MANY, raw + b"1\r\n{\r\n", b"1\r\n \r\n")
 
 
 @scenario(4, clients=1, times=1)
 async def slow_uploads(a: Attacker) -> None:
     """Sixteen files that are uploaded a byte every two seconds."""
-    form = {"Content_Type": "multipart/form-data; boundary=b", "Content_Length": str(1 << 20)}
-    raw = a.head("POST", "/v1/files", **form) + b"\r\n"
+    form = {"Content-Type": "multipart/form-data; boundary=b", "Content-Length": str(1 << 20)}
+    raw = a.head("POST", "/v1/files", form) + b"\r\n"
     raw += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
     await hold(a, 16, raw, b"a")
 
@@ -196,5 +196,5 @@ async def streams_that_nobody_reads(a: Attacker) -> None:
     body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 4}
     content = json.dumps(body).encode()
     a.tally.num_tokens += 40 * 4 * 500
-    head = a.head("POST", COMPLETIONS, Content_Type="application/json", Content_Length=str(len(content)))
+    head = a.head("POST", COMPLETIONS, {**JSON, "Content-Length": str(len(content))})
     await hold(a, 40, head + b"\r\n" + content)

@@ -34,8 +34,9 @@ from tests.e2e.tenants.attacker import Tally
 from tests.e2e.tenants.judge import Comparison, Lag, Limits, Memory, Row
 from tests.e2e.tenants.neighbour import Neighbour, Sample
 from tests.e2e.tenants.scenario import Load, Scenario, run_attack, run_ordinary
+from tests.e2e.tenants.work import REQUESTS_PER_MINUTE
 
-KEY_LIMITS: Final = "[tenants.bounded]\nrequests_per_minute = 3\n"
+KEY_LIMITS: Final = f"[tenants.bounded]\nrequests_per_minute = {REQUESTS_PER_MINUTE}\n"
 SETTLE_MAX_S: Final = 20.0
 IDLE_MAX_S: Final = 60.0
 RESPONDING_MAX_S: Final = 120.0

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from tests.e2e.fuzz.lag import Histogram
 from tests.e2e.tables import markdown_table
-from tests.e2e.tenants.neighbour import GENERATING, Sample
+from tests.e2e.tenants.neighbour import GROUPS, Sample
 
 ERROR_RATE: Final = 0.005
 FLOOR_S: Final = 0.05
@@ -97,13 +97,10 @@ def compare(
 
 
 def compare_all(ordinary: Sequence[Sample], attacked: Sequence[Sample], limits: Limits) -> list[Comparison]:
-    """Compares requests that targets take part in, and others, by each quantile that has a limit."""
+    """Compares the requests of each group, by each quantile that has a limit."""
     found = []
-    for group, is_generating in (("generation", True), ("other calls", False)):
-        before, under = (
-            [each.latency_s for each in samples if (each.kind in GENERATING) == is_generating]
-            for samples in (ordinary, attacked)
-        )
+    for group, kinds in GROUPS.items():
+        before, under = ([each.latency_s for each in samples if each.kind in kinds] for samples in (ordinary, attacked))
         if before and under:
             found += [compare(group, before, under, quantile, limit) for quantile, limit in limits.times.items()]
     return found
@@ -205,10 +202,7 @@ class Row:
     def cells(self) -> tuple[object, ...]:
         answers = ", ".join(f"{answer} {count}" for answer, count in self.answers.most_common(4))
         by = {(each.group, each.quantile): f"{each.ratio:.1f}" for each in self.comparisons}
-        quantiles = [
-            " / ".join(by.get((group, quantile), "–") for quantile in (0.5, 0.99))
-            for group in ("generation", "other calls")
-        ]
+        quantiles = [" / ".join(by.get((group, quantile), "–") for quantile in (0.5, 0.99)) for group in GROUPS]
         worst = max(self.memory_mib.items(), key=lambda each: each[1][1] - each[1][0], default=None)
         memory = "–" if worst is None else f"{worst[0].partition(' ')[0]} {' → '.join(map(str, worst[1]))}"
         verdict = "; ".join(self.faults).replace("|", "¦") or "holds"
@@ -232,8 +226,6 @@ class Row:
 
 def table(rows: Sequence[Row]) -> str:
     """The table of the results, a line for each attack."""
-    titles = (
-        "Attack | point | requests (answers) | generation p50 / p99, times | other calls p50 / p99, times "
-        "| memory before → at most → after, MiB | verdict"
-    )
-    return markdown_table(titles, [row.cells() for row in rows])
+    groups = [f"{group}, p50 / p99 times" for group in GROUPS]
+    titles = ["Attack", "point", "requests (answers)", *groups, "memory before → at most → after, MiB", "verdict"]
+    return markdown_table(" | ".join(titles), [row.cells() for row in rows])

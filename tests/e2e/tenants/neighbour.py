@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import ssl
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -54,7 +55,7 @@ class Neighbour:
 
     async def close(self) -> None:
         await self._client.aclose()
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def trickle(self, seconds: float, per_s: float, seed: str) -> list[Sample]:
         """Sends a request of a random kind `per_s` times a second; returns when all are answered."""
@@ -132,7 +133,9 @@ class Neighbour:
         return str([call["function"] for call in message.get("tool_calls") or ()])
 
     async def schema(self) -> str:
-        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+        """With a schema that no cache has."""
+        schema = SCHEMA | {"title": uuid.uuid4().hex}
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         body = {"messages": MESSAGES, "max_tokens": 16, "temperature": 0, "response_format": form}
         return str((await self._post("/v1/chat/completions", body))["choices"][0]["message"]["content"])
 
@@ -157,6 +160,14 @@ class Neighbour:
 
     async def large_tokenize(self) -> str:
         return str((await self._post("/tokenize", {"prompt": "a file " * (LARGE_BYTES // 7)}))["count"])
+
+    async def large_chat(self) -> str:
+        """The same chat in a large body."""
+        body = {"messages": MESSAGES, "max_tokens": NUM_TOKENS, "temperature": 0}
+        content = json.dumps(body) + " " * LARGE_BYTES
+        headers = {"Content-Type": "application/json"}
+        answer = _read(await self._client.post("/v1/chat/completions", content=content, headers=headers))
+        return str(answer["choices"][0]["message"]["content"])
 
     async def models(self) -> str:
         """Over a new connection."""
@@ -189,21 +200,26 @@ def _read(response: httpx.Response) -> Any:
     return response.json()
 
 
-KINDS: Final[dict[str, Callable[[Neighbour], Awaitable[str]]]] = {
-    "chat": Neighbour.chat,
-    "completion": Neighbour.completion,
-    "stream": Neighbour.stream,
-    "tools": Neighbour.tools,
-    "schema": Neighbour.schema,
-    "response": Neighbour.response,
-    "message": Neighbour.message,
-    "gRPC generate": Neighbour.grpc_generate,
-    "tokenize": Neighbour.tokenize,
-    "large tokenize": Neighbour.large_tokenize,
-    "models": Neighbour.models,
-    "gRPC models": Neighbour.grpc_models,
-    "probe": Neighbour.probe,
-    "gRPC watch": Neighbour.grpc_watch,
+Kind = Callable[[Neighbour], Awaitable[str]]
+GROUPS: Final[dict[str, dict[str, Kind]]] = {
+    "generation": {
+        "chat": Neighbour.chat,
+        "completion": Neighbour.completion,
+        "stream": Neighbour.stream,
+        "response": Neighbour.response,
+        "message": Neighbour.message,
+        "gRPC generate": Neighbour.grpc_generate,
+    },
+    "grammars": {"tools": Neighbour.tools, "schema": Neighbour.schema},
+    "large bodies": {"large tokenize": Neighbour.large_tokenize, "large chat": Neighbour.large_chat},
+    "calls": {
+        "tokenize": Neighbour.tokenize,
+        "models": Neighbour.models,
+        "gRPC models": Neighbour.grpc_models,
+        "probe": Neighbour.probe,
+        "gRPC watch": Neighbour.grpc_watch,
+    },
 }
-GENERATING: Final = frozenset(list(KINDS)[:8])
-"""Kinds that a target takes part in; the others are answered by the coordinator alone."""
+"""Kinds that need the same of a server, and are compared together: the model, the compiler of grammars, the threads for
+large bodies, or only the event loop."""
+KINDS: Final[dict[str, Kind]] = {name: kind for kinds in GROUPS.values() for name, kind in kinds.items()}

@@ -28,7 +28,7 @@ from tests.e2e.tenants.judge import (
     memory_faults,
     table,
 )
-from tests.e2e.tenants.neighbour import GENERATING, KINDS, Sample
+from tests.e2e.tenants.neighbour import Sample
 from tests.e2e.tenants.scenario import ORDINARY_CLIENTS_MAX, ORDINARY_TOKENS_MAX, SCENARIOS, Load
 
 NUM_SAMPLES = 180
@@ -80,8 +80,7 @@ class TestLatencies:
         ordinary = samples([0.5] * 100) + samples([0.06] * 100, "models")
         attacked = samples([0.5] * 100) + samples([0.4] * 100, "models")
         exceeded = {each.group for each in compare_all(ordinary, attacked, Limits()) if each.is_exceeded}
-        assert exceeded == {"other calls"}
-        assert set(KINDS) > GENERATING
+        assert exceeded == {"calls"}
 
     def test_the_short_form_notices_what_stops_a_neighbour(self) -> None:
         rng = random.Random(2)
@@ -185,5 +184,7 @@ def test_the_table_has_a_line_for_each_attack() -> None:
     row = Row("a", 7, "An attack.", 12, Counter({"200": 12}), comparisons=[comparison], faults=["slow | late"])
     row.memory_mib = {"target-0": (600, 700, 610)}
     lines = table([row, Row("b", 0, "Another one.")]).splitlines()
-    assert lines[2] == "| a | 7 | 12 (200 12) | 9.0 / – | – / – | target-0 600 → 700 → 610 | slow ¦ late |"
+    assert (
+        lines[2] == "| a | 7 | 12 (200 12) | 9.0 / – | – / – | – / – | – / – | target-0 600 → 700 → 610 | slow ¦ late |"
+    )
     assert lines[3].endswith("| holds |")

@@ -90,7 +90,7 @@ def plans(given: argparse.Namespace) -> list[Plan]:
     hosting = "plain" if given.short and given.hosting == "both" else given.hosting
     limits = SHORT_LIMITS if given.short else Limits()
     return [
-        Plan(chosen, kind, given.seconds, given.rate, given.seed, limits, 1 if given.short else 2)
+        Plan(chosen, kind, given.seconds, given.rate, given.seed, limits, *((1, 2) if given.short else (2, 6)))
         for name, kind in HOSTINGS.items()
         if hosting in (name, "both")
     ]

@@ -40,7 +40,10 @@ KEY_LIMITS: Final = f"[tenants.bounded]\nrequests_per_minute = {REQUESTS_PER_MIN
 SETTLE_MAX_S: Final = 20.0
 IDLE_MAX_S: Final = 60.0
 RESPONDING_MAX_S: Final = 120.0
-FIRST_LOAD: Final = Load(num_requests=200, num_tokens=16, num_clients=16)
+FIRST_LOAD: Final = Load(num_requests=10_000, num_tokens=32, num_clients=32)
+WARM_SHARE: Final = 0.03
+"""A process is warm that grows by less than this in a round of an ordinary load: allocators have their arenas then, and
+each KV block was touched once."""
 ESCAPE: Final = b"\x1b]52;"
 
 
@@ -55,6 +58,7 @@ class Plan:
     seed: int
     limits: Limits = field(default_factory=Limits)
     num_rounds: int = 2
+    num_warm_up_rounds: int = 6  # at most
 
 
 @dataclass
@@ -101,11 +105,19 @@ class Experiment:
             neighbour = Neighbour(access(system, system.key))
             try:
                 await neighbour.learn()
-                await self._arm(system, neighbour, partial(run_ordinary, FIRST_LOAD), "warm-up")
-                await self._until_idle(system)
+                await self._warm_up(system, neighbour)
                 yield system, neighbour
             finally:
                 await neighbour.close()
+
+    async def _warm_up(self, system: SecuredSystem, neighbour: Neighbour) -> None:
+        for index in range(self._plan.num_warm_up_rounds):
+            before = _resident(system)
+            await self._arm(system, neighbour, partial(run_ordinary, FIRST_LOAD), f"{self._plan.seed} {index}")
+            await self._until_idle(system)
+            now = _resident(system)
+            if all(now.get(name, 0) <= then * (1 + WARM_SHARE) for name, then in before.items()):
+                return
 
     async def _is_whole(self, system: SecuredSystem) -> bool:
         """Whether the next attack meets a system as it was started."""

@@ -81,7 +81,14 @@ async def repetitions(a: Attacker) -> None:
 
 @scenario(2, clients=4, times=10, is_short=True)
 async def refused_schemas(a: Attacker) -> None:
-    """Forty schemas of 1,500 properties that do not compile, each a new one."""
+    """Forty schemas of 1,500 properties that compile and are refused then, each a new one."""
+    schema = {"type": "object", "properties": {a.letters(12): {} for _ in range(1500)}}
+    await chat(a, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
+
+
+@scenario(2, clients=4, times=10)
+async def schemas_that_do_not_compile(a: Attacker) -> None:
+    """Forty schemas of 1,500 properties of which the last has a pattern that is not served."""
     properties: dict[str, Any] = {a.letters(12): {"type": "string", "minLength": 1} for _ in range(1499)}
     properties["last"] = {"type": "string", "pattern": "(?=a)b"}
     schema = {"type": "object", "properties": properties, "required": list(properties)}

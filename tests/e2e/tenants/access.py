@@ -35,6 +35,8 @@ class Access:
     key: str
     authority: str | None
     """File of the authority that the public certificates come from; None where the doors have no TLS."""
+    source: str = "127.0.0.1"
+    """Address that connections of HTTP come from: limits may be per address."""
     bounded_key: str = ""
     """The key of a tenant that may send only a few requests a minute."""
     worker_redis_url: str = ""
@@ -60,7 +62,7 @@ class Access:
         return httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key or self.key}"},
-            verify=self.context or False,
+            transport=httpx.AsyncHTTPTransport(verify=self.context or False, local_address=self.source),
             timeout=ANSWER_MAX_S,
             trust_env=False,
         )
@@ -77,7 +79,7 @@ class Access:
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A bare connection to the HTTP door."""
         host, port = self.http_address
-        return await asyncio.open_connection(host, port, ssl=self.context)
+        return await asyncio.open_connection(host, port, ssl=self.context, local_addr=(self.source, 0))
 
     async def connect_grpc(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A bare connection to the gRPC door."""
@@ -86,4 +88,4 @@ class Access:
         if self.authority is not None:
             context = ssl.create_default_context(cafile=self.authority)
             context.set_alpn_protocols(["h2"])
-        return await asyncio.open_connection(host, int(port), ssl=context)
+        return await asyncio.open_connection(host, int(port), ssl=context, local_addr=(self.source, 0))

@@ -15,7 +15,7 @@ import multiprocessing
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +44,7 @@ FIRST_LOAD: Final = Load(num_requests=10_000, num_tokens=32, num_clients=32)
 WARM_SHARE: Final = 0.03
 """A process is warm that grows by less than this in a round of an ordinary load: allocators have their arenas then, and
 each KV block was touched once."""
+HOSTILE_ADDRESS: Final = "127.0.0.2"
 ESCAPE: Final = b"\x1b]52;"
 
 
@@ -207,7 +208,7 @@ class Experiment:
         self, system: SecuredSystem, neighbour: Neighbour, load: Callable[[Access, float, str], Tally], seed: str
     ) -> tuple[list[Sample], Tally]:
         """The neighbour's trickle beside a load; returns both when everything of the neighbour's is answered."""
-        hostile = access(system, system.other_key)
+        hostile = replace(access(system, system.other_key), source=HOSTILE_ADDRESS)
         seconds, per_s = self._plan.seconds, self._plan.per_s
         running = asyncio.get_running_loop().run_in_executor(self._pool, load, hostile, seconds, seed)
         samples = await neighbour.trickle(seconds, per_s, seed)

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import httpx
 import psutil
+import redis.exceptions
 
 from coordinator.settings import Hosting
 from outrider.security.tls import Role
@@ -90,8 +91,10 @@ class Experiment:
             while waiting:
                 async with self._running() as (system, neighbour):
                     while waiting:
-                        rows.append(await self._judged(system, neighbour, waiting.pop(0)))
-                        if not await self._is_whole(system):
+                        row, is_measured = await self._judged(system, neighbour, waiting.pop(0))
+                        rows.append(row)
+                        if not is_measured or not await self._is_whole(system):
+                            self._say("   the system is replaced.")
                             break
         finally:
             self._pool.shutdown(cancel_futures=True)
@@ -126,25 +129,27 @@ class Experiment:
         try:
             await neighbour.learn()
         except AssertionError as error:
-            self._say(f"   the system does not serve any more ({error}); it is replaced.")
+            self._say(f"   the system does not serve any more: {error}")
             return False
         finally:
             await neighbour.close()
         return not system.ends
 
-    async def _judged(self, system: SecuredSystem, neighbour: Neighbour, one: Scenario) -> Row:
-        row, began_s = Row(one.name, one.point, one.text), time.monotonic()
+    async def _judged(self, system: SecuredSystem, neighbour: Neighbour, one: Scenario) -> tuple[Row, bool]:
+        """Returns also whether everything could be measured."""
+        row, began_s, is_measured = Row(one.name, one.point, one.text), time.monotonic(), True
         self._say(f"{one.name}: {one.text}")
         try:
             await self._measure(system, neighbour, one, row)
-        except (httpx.HTTPError, psutil.Error, TimeoutError, OSError) as error:
+        except (httpx.HTTPError, psutil.Error, redis.exceptions.RedisError, OSError, LookupError) as error:
+            is_measured = False
             row.faults.append(f"the system could not be measured: {type(error).__name__}: {error}")
         row.faults += [f"ended: {each[:120]}" for each in system.ends]
         if self._has_escapes(system):
             row.faults.append("a log has an escape sequence as it was sent")
         row.seconds = time.monotonic() - began_s
         self._say(f"   {'; '.join(row.faults) or 'holds'} ({row.seconds:.0f} s)")
-        return row
+        return row, is_measured
 
     async def _measure(self, system: SecuredSystem, neighbour: Neighbour, one: Scenario, row: Row) -> None:
         replicas, before = _replicas(system), _resident(system)

@@ -27,7 +27,7 @@ from coordinator.settings import Hosting
 from outrider.errors import OutriderError
 from outrider.local.until_signalled import run_until_signalled
 from tests.e2e.command_line import add_output, add_seed, new_parser, say, tell
-from tests.e2e.tenants import closed, connections, grammars, work  # noqa: F401 - each fills the list
+from tests.e2e.tenants import attempts, connections, grammars, work  # noqa: F401 - each fills the list
 from tests.e2e.tenants.experiment import Experiment, Plan, report
 from tests.e2e.tenants.judge import Limits, Row, table
 from tests.e2e.tenants.scenario import SCENARIOS

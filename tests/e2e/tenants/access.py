@@ -1,4 +1,4 @@
-"""A coordinator's addresses, the key of one tenant, and clients for both of its doors.
+"""A coordinator's addresses, the key of one tenant, and clients for both of its ports.
 
 An `Access` is plain data, so that it can be sent to the process in which the hostile tenant runs.
 """
@@ -34,7 +34,7 @@ class Access:
     grpc_address: str
     key: str
     authority: str | None
-    """File of the authority that the public certificates come from; None where the doors have no TLS."""
+    """File of the authority that the public certificates come from; None where the public ports have no TLS."""
     source: str = "127.0.0.1"
     """Address that connections of HTTP come from: limits may be per address."""
     bounded_key: str = ""
@@ -77,12 +77,12 @@ class Access:
         return grpc.aio.secure_channel(self.grpc_address, credentials, options=options)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A bare connection to the HTTP door."""
+        """A bare connection to the HTTP port."""
         host, port = self.http_address
         return await asyncio.open_connection(host, port, ssl=self.context, local_addr=(self.source, 0))
 
     async def connect_grpc(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A bare connection to the gRPC door."""
+        """A bare connection to the gRPC port."""
         host, _, port = self.grpc_address.rpartition(":")
         context = None
         if self.authority is not None:

@@ -159,9 +159,9 @@ class Attacker:
         self.tally.num_bytes += len(content)
         self.tally.num_tokens += int(body.get("max_tokens") or 0) * int(body.get("n") or 1)
         head = self.head("POST", path, {**JSON, "Content-Length": str(len(content))})
-        await self.speak(head + b"\r\n" + content, stays_s=0.02)
+        await self.send_raw(head + b"\r\n" + content, stays_s=0.02)
 
-    async def speak(
+    async def send_raw(
         self, raw: bytes, *, piece: bytes = b"", every_s: float = 2.0, stays_s: float | None = None
     ) -> None:
         """Sends bytes over a connection of its own, then a piece each so often, until the server closes it, or after

@@ -92,14 +92,14 @@ async def compressed_bodies(a: Attacker) -> None:
     await a.post(COMPLETIONS, gzip.compress(bytes(64 << 20)), {"Content-Encoding": "gzip"})
 
 
-async def hold(a: Attacker, count: int, raw: bytes, piece: bytes = b"") -> None:
+async def open_connections(a: Attacker, count: int, raw: bytes, piece: bytes = b"") -> None:
     """Opens so many connections that send `raw`, then a piece every two seconds, and stay for the whole attack."""
     a.tally.num_requests += count
     a.tally.num_bytes += count * len(raw)
 
     async def one(index: int) -> None:
         await asyncio.sleep(index * 0.002)
-        await a.speak(raw, piece=piece)
+        await a.send_raw(raw, piece=piece)
 
     await asyncio.gather(*(one(index) for index in range(count)))
 
@@ -108,14 +108,14 @@ async def hold(a: Attacker, count: int, raw: bytes, piece: bytes = b"") -> None:
 async def bodies_that_do_not_come(a: Attacker) -> None:
     """Seven hundred requests with a key, whose bodies are announced and never sent."""
     raw = a.head("POST", COMPLETIONS, {**JSON, "Content-Length": "200"}) + b"\r\n"
-    await hold(a, MANY, raw + b"{")
+    await open_connections(a, MANY, raw + b"{")
 
 
 @scenario(4, clients=1, times=1)
 async def bodies_in_chunks_that_do_not_come(a: Attacker) -> None:
     """The same with chunked bodies, of which a byte comes every two seconds."""
     raw = a.head("POST", COMPLETIONS, {**JSON, "Transfer-Encoding": "chunked"}) + b"\r\n"
-    await hold(a, MANY, raw + b"1\r\n{\r\n", b"1\r\n \r\n")
+    await open_connections(a, MANY, raw + b"1\r\n{\r\n", b"1\r\n \r\n")
 
 
 @scenario(4, clients=1, times=1)
@@ -124,19 +124,19 @@ async def slow_uploads(a: Attacker) -> None:
     form = {"Content-Type": "multipart/form-data; boundary=b", "Content-Length": str(1 << 20)}
     raw = a.head("POST", "/v1/files", form) + b"\r\n"
     raw += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
-    await hold(a, 16, raw, b"a")
+    await open_connections(a, 16, raw, b"a")
 
 
 @scenario(4, clients=1, times=1)
 async def heads_that_do_not_come(a: Attacker) -> None:
     """A thousand requests whose head never ends."""
-    await hold(a, 1000, a.head("POST", COMPLETIONS), b"X-A: b\r\n")
+    await open_connections(a, 1000, a.head("POST", COMPLETIONS), b"X-A: b\r\n")
 
 
 @scenario(4, clients=1, times=1)
 async def silent_connections(a: Attacker) -> None:
     """Four thousand connections that say nothing."""
-    await hold(a, CONNECTIONS, b"")
+    await open_connections(a, CONNECTIONS, b"")
 
 
 @scenario(4, clients=1, times=1)
@@ -160,7 +160,7 @@ async def silent_connections_over_grpc(a: Attacker) -> None:
 async def new_connections(a: Attacker) -> None:
     """A new connection, with its handshake, for each look at the list of models."""
     a.tally.num_requests += 1
-    await a.speak(a.head("GET", "/v1/models") + b"\r\n", stays_s=0.01)
+    await a.send_raw(a.head("GET", "/v1/models") + b"\r\n", stays_s=0.01)
 
 
 @scenario(18, clients=1, times=1, is_short=True)
@@ -197,4 +197,4 @@ async def streams_that_nobody_reads(a: Attacker) -> None:
     content = json.dumps(body).encode()
     a.tally.num_tokens += 40 * 4 * 500
     head = a.head("POST", COMPLETIONS, {**JSON, "Content-Length": str(len(content))})
-    await hold(a, 40, head + b"\r\n" + content)
+    await open_connections(a, 40, head + b"\r\n" + content)

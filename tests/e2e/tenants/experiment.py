@@ -64,7 +64,7 @@ class Plan:
 
 
 @dataclass
-class Measured:
+class Measurements:
     """The rounds of one attack."""
 
     attacked: list[Sample] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Experiment:
         async with SecuredSystem(options, self._log_dir / f"system-{self._num_systems}") as system:
             neighbour = Neighbour(access(system, system.key))
             try:
-                await neighbour.learn()
+                await neighbour.record_expected()
                 await self._warm_up(system, neighbour)
                 yield system, neighbour
             finally:
@@ -127,7 +127,7 @@ class Experiment:
         """Whether the next attack meets a system as it was started."""
         neighbour = Neighbour(access(system, system.key))
         try:
-            await neighbour.learn()
+            await neighbour.record_expected()
         except AssertionError as error:
             self._say(f"   the system does not serve any more: {error}")
             return False
@@ -179,12 +179,12 @@ class Experiment:
         row.faults += late
         row.faults += [f"ended: {name}" for name in sorted(replicas - _replicas(system))]
 
-    def _compared(self, measured: Measured) -> list[Comparison]:
+    def _compared(self, measured: Measurements) -> list[Comparison]:
         return judge.compare_all(measured.ordinary, measured.attacked, self._plan.limits)
 
-    async def _rounds(self, system: SecuredSystem, neighbour: Neighbour, one: Scenario, which: str) -> Measured:
+    async def _rounds(self, system: SecuredSystem, neighbour: Neighbour, one: Scenario, which: str) -> Measurements:
         """Attack and ordinary load by turns, each first in every other round."""
-        found, load = Measured(), Load(1, 1, 1)
+        found, load = Measurements(), Load(1, 1, 1)
         for index in range(self._plan.num_rounds if one.is_load else 1):
             for is_attack in ((True, False) if index % 2 == 0 else (False, True))[: 2 if one.is_load else 1]:
                 seed = f"{self._plan.seed} {one.name} {which} {index}"
@@ -239,7 +239,7 @@ class Experiment:
 
 
 def access(system: SecuredSystem, key: str) -> Access:
-    """The system's doors, as a tenant with this key knows them."""
+    """The system's public ports, as a tenant with this key knows them."""
     has_tls = system.url().startswith("https:")
     return Access(
         url=system.url(),

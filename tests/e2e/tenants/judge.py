@@ -1,4 +1,4 @@
-"""What a neighbour may notice of an attack: limits, and a judgement of the measurements. Pure.
+"""Limits for what a neighbour may notice of an attack, and a judgement of the measurements. Pure.
 
 **Latencies.** A quantile under attack is compared with the same quantile beside an equally large ordinary load. Both
 are known only from samples, so a limit counts as exceeded only where the lower confidence limit of the one exceeds the

@@ -31,7 +31,7 @@ SCHEMA: Final = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "r
 TOOL: Final = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 
 
-class Wrong(Exception):
+class UnexpectedAnswer(Exception):
     """An answer that a well-behaved tenant should not get."""
 
 
@@ -71,7 +71,7 @@ class Neighbour:
             sent.append(asyncio.create_task(self._timed(kind, due_s)))
         return list(await asyncio.gather(*sent))
 
-    async def learn(self) -> None:
+    async def record_expected(self) -> None:
         """Sends a request of each kind, and keeps the texts as those that every later answer has to have. Raises
         AssertionError where one fails."""
         for kind in KINDS:
@@ -85,7 +85,7 @@ class Neighbour:
                 text = await KINDS[kind](self)
             if text != self._expected.setdefault(kind, text):
                 fault = "another answer than with nothing beside it"
-        except Wrong as error:
+        except UnexpectedAnswer as error:
             fault = str(error)
         except (TimeoutError, httpx.TimeoutException):
             fault = f"no answer within {ANSWER_MAX_S:g} s"
@@ -123,9 +123,9 @@ class Neighbour:
                 if line.startswith("data: "):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
-                        raise Wrong(f"in the stream: {str(event['error'])[:80]}")
+                        raise UnexpectedAnswer(f"in the stream: {str(event['error'])[:80]}")
                     text += event["choices"][0]["delta"].get("content") or "" if event["choices"] else ""
-        raise Wrong("the stream ended without [DONE]")
+        raise UnexpectedAnswer("the stream ended without [DONE]")
 
     async def tools(self) -> str:
         body = {"messages": MESSAGES, "max_tokens": 16, "temperature": 0, "tools": [TOOL], "tool_choice": "required"}
@@ -191,12 +191,12 @@ class Neighbour:
             async for answer in watching:
                 watching.cancel()
                 return str(answer.status)
-        raise Wrong("the watch ended without a status")
+        raise UnexpectedAnswer("the watch ended without a status")
 
 
 def _read(response: httpx.Response) -> Any:
     if response.status_code != 200:
-        raise Wrong(f"{response.status_code}: {response.text[:80]}")
+        raise UnexpectedAnswer(f"{response.status_code}: {response.text[:80]}")
     return response.json()
 
 

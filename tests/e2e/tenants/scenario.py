@@ -42,7 +42,7 @@ class Scenario:
     num_clients: int
     times: int | None  # calls of each client; None: as many as there is time for
     is_load: bool
-    """False: an attempt at something that is closed, which is judged by its answers alone."""
+    """False: an attempt at something that is not permitted, which is judged by its answers alone."""
     is_short: bool  # in the short form, too
 
 
@@ -83,7 +83,7 @@ def scenario(
 def run_attack(name: str, access: Access, seconds: float, seed: str) -> Tally:
     """Runs one attack to its end; called in a process of its own."""
     # By name: the list is filled by these imports, in the other process as well.
-    from tests.e2e.tenants import closed, connections, grammars, work  # noqa: F401
+    from tests.e2e.tenants import attempts, connections, grammars, work  # noqa: F401
 
     one = SCENARIOS[name]
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from outrider.observability.telemetry import show_loop_lag
 from tests.e2e.fuzz.lag import OWN, Histogram
-from tests.e2e.tenants import closed, connections, grammars, work  # noqa: F401 - each fills the list
+from tests.e2e.tenants import attempts, connections, grammars, work  # noqa: F401 - each fills the list
 from tests.e2e.tenants.__main__ import SHORT_LIMITS, parse, plans
 from tests.e2e.tenants.attacker import Tally
 from tests.e2e.tenants.judge import (

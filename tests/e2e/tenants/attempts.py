@@ -1,4 +1,4 @@
-"""Attempts at what is not permitted: metrics, foreign hosts and origins, redirects, terminals, Redis, and other keys."""
+"""Attempts at what is not permitted: metrics, foreign hosts and origins, redirects, terminals, Redis, other keys."""
 
 from __future__ import annotations
 

@@ -34,10 +34,18 @@ class Tally:
     """The load that a tenant has sent, and the answers. Counts of several clients are added up."""
 
     num_requests: int = 0
+    # The load without requests that had no answer when the attack was over.
+    num_loads: int = 0
     num_bytes: int = 0
     num_tokens: int = 0  # that were asked for, over all choices
     answers: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)  # answers that nobody may get
+
+    def load(self, num_bytes: int, num_tokens: int = 0, num_requests: int = 1) -> None:
+        """Counts what the system has served, or has to hold."""
+        self.num_loads += num_requests
+        self.num_bytes += num_bytes
+        self.num_tokens += num_tokens
 
     def note(self, answer: str) -> None:
         self.answers[answer] += 1
@@ -80,9 +88,10 @@ class Attacker:
     ) -> httpx.Response | None:
         """Sends a body, JSON unless it is bytes, and takes the answer. None if none came."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        if not isinstance(body, bytes):
-            self.tally.num_tokens += int(body.get("max_tokens") or 0) * int(body.get("n") or 1)
-        return await self.request("POST", path, content, headers, is_bounded=is_bounded)
+        answer = await self.request("POST", path, content, headers, is_bounded=is_bounded)
+        if answer is not None and not isinstance(body, bytes):
+            self.tally.num_tokens += _num_tokens(body)
+        return answer
 
     async def request(
         self,
@@ -95,7 +104,6 @@ class Attacker:
     ) -> httpx.Response | None:
         """Sends a request. None if no answer came."""
         self.tally.num_requests += 1
-        self.tally.num_bytes += len(content)
         named = {"Content-Type": "application/json"} | {
             name.replace("_", "-"): value for name, value in headers.items()
         }
@@ -108,6 +116,7 @@ class Attacker:
         except (httpx.HTTPError, ssl.SSLError, OSError) as error:
             self.tally.note(type(error).__name__)
             return None
+        self.tally.load(len(content))
         self.tally.note(str(response.status_code))
         self._check(f"{method} {path[:40]}", response)
         return response
@@ -131,8 +140,6 @@ class Attacker:
     async def generate(self, request: generation_pb2.GenerationRequest) -> None:
         """The same over gRPC."""
         self.tally.num_requests += 1
-        self.tally.num_bytes += request.ByteSize()
-        self.tally.num_tokens += request.sampling.max_tokens * max(request.n, 1)
         try:
             call = generation_pb2_grpc.GenerationStub(self.channel).Generate(
                 request, metadata=self.access.metadata, timeout=60
@@ -140,7 +147,9 @@ class Attacker:
             async for _ in call:
                 pass
             self.tally.note("OK")
+            self.tally.load(request.ByteSize(), request.sampling.max_tokens * max(request.n, 1))
         except grpc.aio.AioRpcError as error:
+            self.tally.load(request.ByteSize())
             self.tally.note(error.code().name)
             self.check_error("gRPC", error.details() or "")
             if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
@@ -156,8 +165,7 @@ class Attacker:
         """Sends a whole request and closes the connection without waiting for its answer."""
         content = json.dumps(body).encode()
         self.tally.num_requests += 1
-        self.tally.num_bytes += len(content)
-        self.tally.num_tokens += int(body.get("max_tokens") or 0) * int(body.get("n") or 1)
+        self.tally.load(len(content), _num_tokens(body))
         head = self.head("POST", path, {**JSON, "Content-Length": str(len(content))})
         await self.send_raw(head + b"\r\n" + content, stays_s=0.02)
 
@@ -191,3 +199,7 @@ class Attacker:
             self.tally.note("stayed")
         except (OSError, ssl.SSLError):
             self.tally.note("hung up")
+
+
+def _num_tokens(body: Mapping[str, Any]) -> int:
+    return int(body.get("max_tokens") or 0) * int(body.get("n") or 1)

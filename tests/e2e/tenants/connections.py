@@ -31,7 +31,7 @@ async def compressed_calls(a: Attacker, num_calls: int, *, has_key: bool) -> Non
     prompt = generation_pb2.GenerationRequest(prompt="a" * MESSAGE_BYTES, request_id=a.letters(8))
     message = gzip.compress(prompt.SerializeToString(), 9)
     a.tally.num_requests += num_calls
-    a.tally.num_bytes += num_calls * len(message)
+    a.tally.load(num_calls * len(message), num_requests=num_calls)
     headers = [
         *((":method", "POST"), (":scheme", "http" if a.access.authority is None else "https")),
         *((":path", "/outrider.v1.Generation/Generate"), (":authority", a.access.grpc_address)),
@@ -95,7 +95,7 @@ async def compressed_bodies(a: Attacker) -> None:
 async def open_connections(a: Attacker, count: int, raw: bytes, piece: bytes = b"") -> None:
     """Opens so many connections that send `raw`, then a piece every two seconds, and stay for the whole attack."""
     a.tally.num_requests += count
-    a.tally.num_bytes += count * len(raw)
+    a.tally.load(count * len(raw), num_requests=count)
 
     async def one(index: int) -> None:
         await asyncio.sleep(index * 0.002)
@@ -143,6 +143,7 @@ async def silent_connections(a: Attacker) -> None:
 async def silent_connections_over_grpc(a: Attacker) -> None:
     """Two thousand connections to the gRPC port that say nothing."""
     a.tally.num_requests += 2000
+    a.tally.load(0, num_requests=2000)
 
     async def one(index: int) -> None:
         await asyncio.sleep(index * 0.002)
@@ -160,6 +161,7 @@ async def silent_connections_over_grpc(a: Attacker) -> None:
 async def new_connections(a: Attacker) -> None:
     """A new connection, with its handshake, for each look at the list of models."""
     a.tally.num_requests += 1
+    a.tally.load(0)
     await a.send_raw(a.head("GET", "/v1/models") + b"\r\n", stays_s=0.01)
 
 
@@ -168,6 +170,7 @@ async def health_watches(a: Attacker) -> None:
     """Three hundred clients without a key watch the health over gRPC."""
     stub = health_pb2_grpc.HealthStub(a.channel)
     a.tally.num_requests += 300
+    a.tally.load(0, num_requests=300)
 
     async def watch() -> None:
         try:
@@ -184,6 +187,7 @@ async def calls_that_are_cancelled(a: Attacker) -> None:
     """Calls over gRPC that are begun and cancelled, hundreds a second."""
     for _ in range(50):
         a.tally.num_requests += 1
+        a.tally.load(0)
         watching = health_pb2_grpc.HealthStub(a.channel).Watch(health_pb2.HealthCheckRequest())
         await asyncio.sleep(0.001)
         watching.cancel()

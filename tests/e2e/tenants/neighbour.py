@@ -26,6 +26,8 @@ from tests.e2e.tenants.access import ANSWER_MAX_S, Access
 PROMPT: Final = "def read_file(path):\n"
 MESSAGES: Final = [{"role": "user", "content": "Write a function that reads a file."}]
 NUM_TOKENS: Final = 8
+QUIET_S: Final = 2.0
+"""Within that a request is answered that nothing is before."""
 LARGE_BYTES: Final = 20 << 10  # parsed in a thread
 SCHEMA: Final = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
 TOOL: Final = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
@@ -77,6 +79,20 @@ class Neighbour:
         for kind in KINDS:
             sample = await self._timed(kind, asyncio.get_running_loop().time())
             assert sample.fault is None, f"{kind}, with nothing beside it: {sample.fault}"
+
+    async def until_quiet(self, timeout_s: float) -> str | None:
+        """Waits until a request of each group is answered as fast as if nothing was left to do. Returns the group
+        whose is not."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        for group, kinds in GROUPS.items():
+            while True:
+                sample = await self._timed(next(iter(kinds)), loop.time())
+                if sample.fault is None and sample.latency_s <= QUIET_S:
+                    break
+                if loop.time() > until_s:
+                    return group
+        return None
 
     async def _timed(self, kind: str, due_s: float) -> Sample:
         fault: str | None = None

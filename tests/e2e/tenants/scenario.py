@@ -3,7 +3,8 @@
 A scenario is a function of one client that is called again and again until the time is over, by several clients at
 once. Its docstring says what it does. The control is an equally large ordinary load: at the same concurrency as many
 completions of ordinary size as the attack had requests, or as have its bytes together, each for as many tokens, evenly
-over the same time. Where the system cannot serve so many, it gets as many as it can serve.
+over the same time. Requests without an answer at the end are left out: the control may not queue what the system could
+not serve. Where it cannot serve as many, it gets as many as it can serve.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Load:
 
     @classmethod
     def like(cls, tally: Tally, num_clients: int) -> Load:
-        num_requests = max(tally.num_requests, tally.num_bytes // ORDINARY_BYTES, 1)
-        num_tokens = round(tally.num_tokens / num_requests) if num_requests else 1
+        num_requests = max(tally.num_loads, tally.num_bytes // ORDINARY_BYTES, 1)
+        num_tokens = round(tally.num_tokens / num_requests)
         return cls(num_requests, min(max(num_tokens, 1), ORDINARY_TOKENS_MAX), min(num_clients, ORDINARY_CLIENTS_MAX))
 
 

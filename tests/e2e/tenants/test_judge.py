@@ -151,13 +151,18 @@ class TestEventLoops:
 
 class TestOrdinaryLoads:
     def test_have_as_many_requests_and_tokens(self) -> None:
-        assert Load.like(Tally(num_requests=40, num_bytes=400, num_tokens=320), 8) == Load(40, 8, 8)
+        assert Load.like(Tally(num_loads=40, num_bytes=400, num_tokens=320), 8) == Load(40, 8, 8)
+
+    def test_leave_out_requests_that_had_no_answer(self) -> None:
+        tally = Tally(num_requests=40)
+        tally.load(100, 8)
+        assert Load.like(tally, 8) == Load(1, 8, 8)
 
     def test_have_as_many_bytes(self) -> None:
-        assert Load.like(Tally(num_requests=1, num_bytes=1 << 20), 1) == Load(2097, 1, 1)
+        assert Load.like(Tally(num_loads=1, num_bytes=1 << 20), 1) == Load(2097, 1, 1)
 
     def test_are_requests_of_ordinary_size_by_an_ordinary_number_of_clients(self) -> None:
-        load = Load.like(Tally(num_requests=4000, num_tokens=4000 * 500), 4000)
+        load = Load.like(Tally(num_loads=4000, num_tokens=4000 * 500), 4000)
         assert (load.num_tokens, load.num_clients) == (ORDINARY_TOKENS_MAX, ORDINARY_CLIENTS_MAX)
 
 

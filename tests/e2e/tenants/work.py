@@ -79,7 +79,7 @@ async def odd_json(a: Attacker) -> None:
     await a.post(COMPLETIONS, f'{{"prompt": "a", "x": {text}}}'.encode())
 
 
-@scenario(6, clients=8, is_short=True)
+@scenario(6, clients=8)
 async def prompts_too_long(a: Attacker) -> None:
     """Prompts of 200 KB, which no context takes, are refused again and again."""
     await a.complete(a.words(200_000), 1)

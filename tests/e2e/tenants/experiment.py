@@ -42,6 +42,7 @@ SETTLE_MAX_S: Final = 20.0
 IDLE_MAX_S: Final = 60.0
 RESPONDING_MAX_S: Final = 120.0
 FIRST_LOAD: Final = Load(num_requests=10_000, num_tokens=32, num_clients=32)
+WARM_UP_BODIES: Final = 16
 WARM_SHARE: Final = 0.03
 """A process is warm that grows by less than this in a round of an ordinary load: allocators have their arenas then, and
 each KV block was touched once."""
@@ -115,6 +116,7 @@ class Experiment:
                 await neighbour.close()
 
     async def _warm_up(self, system: SecuredSystem, neighbour: Neighbour) -> None:
+        await neighbour.send_largest(WARM_UP_BODIES)
         for index in range(self._plan.num_warm_up_rounds):
             before = _resident(system)
             await self._arm(system, neighbour, partial(run_ordinary, FIRST_LOAD), f"{self._plan.seed} {index}")

@@ -29,6 +29,7 @@ NUM_TOKENS: Final = 8
 QUIET_S: Final = 2.0
 """Within that a request is answered that nothing is before."""
 LARGE_BYTES: Final = 20 << 10  # parsed in a thread
+LARGEST_BYTES: Final = 1 << 20
 SCHEMA: Final = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
 TOOL: Final = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 
@@ -79,6 +80,12 @@ class Neighbour:
         for kind in KINDS:
             sample = await self._timed(kind, asyncio.get_running_loop().time())
             assert sample.fault is None, f"{kind}, with nothing beside it: {sample.fault}"
+
+    async def send_largest(self, count: int) -> None:
+        """Sends so many bodies of the largest size that is served at once, to warm allocators up. They may be
+        refused."""
+        body = {"prompt": "a file " * (LARGEST_BYTES // 7)}
+        await asyncio.gather(*(self._client.post("/tokenize", json=body) for _ in range(count)))
 
     async def until_quiet(self, timeout_s: float) -> str | None:
         """Waits until a request of each group is answered as fast as if nothing was left to do. Returns the group

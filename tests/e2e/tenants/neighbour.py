@@ -85,7 +85,7 @@ class Neighbour:
         """Sends so many bodies of the largest size that is served at once, to warm allocators up. They may be
         refused."""
         body = {"prompt": "a file " * (LARGEST_BYTES // 7)}
-        await asyncio.gather(*(self._client.post("/tokenize", json=body) for _ in range(count)))
+        await asyncio.gather(*(self._client.post("/tokenize", json=body) for _ in range(count)), return_exceptions=True)
 
     async def until_quiet(self, timeout_s: float) -> str | None:
         """Waits until a request of each group is answered as fast as if nothing was left to do. Returns the group

@@ -5,6 +5,7 @@
 #   make rollout         replace everything in an installation under load   (make rollout ARGS=--help)
 #   make chaos           break a running system at random, compare every answer  (make chaos ARGS=--help)
 #   make fuzz            send a running system 10,000 bad inputs, judge every answer  (make fuzz ARGS=--help)
+#   make tenants         let one tenant attack, measure what its neighbour notices of it  (make tenants ARGS=--help)
 #   make cluster         run the rendered Helm chart without a cluster: upgrade, kills  (make cluster ARGS=--help; root)
 #   make test-clients    run other people's clients against a live server  (make test-clients ARGS="openai_node --write")
 #   make test-engines    run vLLM and SGLang with hints, in environments of their own that the first use makes
@@ -12,7 +13,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-first test-second test-slow test-long test-clients test-engines rollout chaos fuzz cluster bench lint stubs lock sbom audit install clean distclean
+.PHONY: help demo docs test test-all test-first test-second test-slow test-long test-clients test-engines rollout chaos fuzz tenants cluster bench lint stubs lock sbom audit install clean distclean
 
 ARGS ?=
 LOCK_ARGS ?=
@@ -109,6 +110,9 @@ chaos: $(STAMP)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.e2e.fuzz $(ARGS)
+
+tenants: $(STAMP)
+	@$(BIN)/python -m tests.e2e.tenants $(ARGS)
 
 cluster: $(STAMP)
 	@$(BIN)/python -m tests.cluster $(ARGS)

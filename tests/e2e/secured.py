@@ -32,6 +32,7 @@ from command_line.checkout import DEMO_DRAFT, DEMO_TARGET, ROOT, module
 from command_line.start.deployment import flatten
 from coordinator.access.api_keys import Scope, entry, new_key
 from coordinator.hosting.ingress import find_haproxy
+from coordinator.settings import Hosting
 from outrider.local.child import Child, StartError
 from outrider.local.child_log import ChildLog
 from outrider.local.child_spec import ChildEvent, ChildSpec, Phase, RestartPolicy
@@ -53,6 +54,7 @@ class SecuredOptions:
     drain_grace_s: float = 60.0
     limits: str = ""  # TOML, before the keys
     needs_client_certificates: bool = False
+    hosting: Hosting = Hosting.RAY_SERVE  # plain: the public ports have no TLS
     otlp_endpoint: str | None = None
     log_format: str = "text"
     oidc_issuer: str | None = None
@@ -192,7 +194,8 @@ class SecuredSystem:
             "--oidc-audience": self.options.oidc_audience,
             "--otlp-endpoint": self.options.otlp_endpoint,
             "--log-format": self.options.log_format,
-            "--ray-temp-dir": self.scratch / f"r{index}",
+            "--hosting": self.options.hosting,
+            "--ray-temp-dir": self.scratch / f"r{index}" if self.options.hosting is Hosting.RAY_SERVE else None,
             "--batch-files": self.scratch / "batches",
         }
         words = (*module("coordinator"), *flatten(flags), "--log-requests")

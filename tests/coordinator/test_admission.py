@@ -61,16 +61,19 @@ class Door:
         snapshot = Snapshot(targets=tuple(self.targets))
         return not self.router.expects_target(snapshot, model=MODEL, num_tokens=num_tokens, excluded=())
 
-    def ask(
+    def ask(self, ticket: Ticket | None = None, **options: Any) -> asyncio.Task[Slot | None]:
+        return asyncio.create_task(self.admission.reserve(self.request(ticket, **options)))
+
+    def request(
         self,
         ticket: Ticket | None = None,
         *,
         num_tokens: int = 10,
         deadline_s: float = 60.0,
         is_background: bool = False,
-    ) -> asyncio.Task[Slot | None]:
+    ) -> PlacementRequest:
         now_s = asyncio.get_running_loop().time()
-        request = PlacementRequest(
+        return PlacementRequest(
             "demo",
             ticket or Ticket(),
             lambda: self.rank(num_tokens),
@@ -82,7 +85,6 @@ class Door:
             frozenset,
             is_background,
         )
-        return asyncio.create_task(self.admission.reserve(request))
 
     async def taken(self, *tickets: Ticket) -> list[Slot]:
         slots = [await self.ask(ticket) for ticket in tickets or (Ticket(),)]
@@ -276,7 +278,8 @@ async def test_many_that_come_and_go_leave_nothing_behind(opened: Opened) -> Non
     async with opened(target(0, 2), target(1, 3)) as door:
 
         async def one() -> None:
-            slot = await door.ask(Ticket(rng.choice([0, 0, URGENT]), rng.choice("ab")))
+            # Not in a task of its own, which could have a slot that its cancelled asker never sees.
+            slot = await door.admission.reserve(door.request(Ticket(rng.choice([0, 0, URGENT]), rng.choice("ab"))))
             try:
                 await asyncio.sleep(rng.uniform(0, 0.01))
             finally:

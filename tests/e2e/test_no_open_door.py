@@ -534,11 +534,12 @@ class TestRedis:
         own, other = ("target", "draft") if role is Role.TARGET else ("draft", "target")
         async with client_of(Role.COORDINATOR) as coordinator, client_of(role) as worker:
             await coordinator.hset("or:journal:somebody", "payload", "what was asked")
-            assert await worker.zcard(f"{{or:{own}}}:leases") == 1
-            assert await coordinator.zcard(f"{{or:{other}}}:leases") == 1
+            for pool in (own, other):
+                assert await coordinator.zcard(f"{{or:{pool}}}:leases") == 1
+            assert await worker.hget(f"{{or:{own}}}:w:nobody", "state") is None
             for command in (
                 ("HGETALL", "or:journal:somebody"),
-                ("ZCARD", f"{{or:{other}}}:leases"),
+                ("HGET", f"{{or:{other}}}:w:nobody", "state"),
                 ("DEL", "or:limits:somebody"),
                 ("HSET", "{or:canary}:plan", "state", "promoted"),
                 ("EVAL", "return redis.call('HGETALL', 'or:journal:somebody')", "0"),

@@ -177,7 +177,7 @@ class Experiment:
         }
         row.faults += [*measured.tally.faults, *judge.answer_faults(measured.attacked, self._plan.limits)]
         row.faults += [str(each) for each in slow if each.is_exceeded]
-        row.faults += judge.memory_faults(before, measured.after, measured.peaks)
+        row.faults += judge.memory_faults(before, measured.after, measured.peaks, self._plan.limits.kept_once_bytes)
         row.faults += late
         if self._plan.num_rounds > 1 or one is self._plan.scenarios[-1]:  # an abandoned reservation takes 15 s to end
             row.faults += await self._left_behind(system)

@@ -79,9 +79,9 @@ async def repetitions(a: Attacker) -> None:
     await constrained(a, {"regex": f"(({inner}|{a.letters(3)}){{1,200}}x?){{1,200}}"}, max_tokens=32)
 
 
-@scenario(2, clients=4, times=5, is_short=True)
+@scenario(2, clients=4, times=10)
 async def refused_schemas(a: Attacker) -> None:
-    """Twenty schemas of 1,500 properties that compile and are refused then, each a new one."""
+    """Forty schemas of 1,500 properties that compile and are refused then, each a new one."""
     schema = {"type": "object", "properties": {a.letters(12): {} for _ in range(1500)}}
     await chat(a, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
 

@@ -37,8 +37,10 @@ class Application:
         """Status, headers and body of the answer to a path as it is on the wire."""
         sent: list[Any] = []
 
+        body = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
+
         async def receive() -> Any:
-            return {"type": "http.request", "body": b"{}", "more_body": False}
+            return next(body, None) or await asyncio.Event().wait()
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -52,8 +54,8 @@ class Application:
         }  # fmt: skip
         async with asyncio.timeout(30):
             await self.app(scope, receive, send)
-        body = b"".join(message.get("body", b"") for message in sent)
-        return sent[0]["status"], dict(sent[0]["headers"]), body
+        answer = b"".join(message.get("body", b"") for message in sent)
+        return sent[0]["status"], dict(sent[0]["headers"]), answer
 
 
 @asynccontextmanager

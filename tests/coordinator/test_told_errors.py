@@ -64,6 +64,7 @@ def test_errors_become_answers_by_what_callers_are_told() -> None:
     assert [each.partition(":")[0] for each in found] == [
         "coordinator/hosting/app.py",
         "coordinator/hosting/plain_process.py",
+        "coordinator/hosting/ray_serve.py",
     ]
 
 

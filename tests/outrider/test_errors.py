@@ -53,6 +53,7 @@ def test_a_detached_error_keeps_nothing_alive() -> None:
 
 KEEPING = {"append", "appendleft", "add", "put", "put_nowait", "setdefault", "set_exception", "insert"}
 KEPT_WITH_TRACEBACK = {
+    "coordinator/intake/worker_threads.py": "raised again by the caller that waits for its work",
     "coordinator/service/prompts.py": "raised again by the reader of the same request, whose log has the traceback",
     "outrider/worker/loading_thread.py": "raised again by who waits for the model; the process ends",
 }

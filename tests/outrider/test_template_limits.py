@@ -219,4 +219,4 @@ async def test_a_chat_whose_template_takes_many_steps_is_rendered_in_a_thread(tm
         threads.close()
     assert found == tokenizer.encode("Hi", add_special_tokens=False)
     assert len(done_in) == 1
-    assert done_in[0].startswith("large-requests")
+    assert done_in[0] != threading.current_thread().name

@@ -162,6 +162,7 @@ def test_the_token_goes_to_the_hub_alone(
 def test_with_a_hub_that_has_tls_no_redirect_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even to the same host: whoever is on the way could answer."""
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     source = HubSource(ADDRESS)
 
     def send(client: httpx.Client, request: httpx.Request, **_: Any) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""Housekeeping every few seconds: connections, gauges, the record of lost targets."""
+"""Housekeeping every few seconds: connections, gauges, the record of lost targets, memory that is free."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from coordinator.access.api_keys import ANYBODY
 from coordinator.placement.routing import Exclusion
 from coordinator.request.environment import Environment
 from coordinator.service.model_catalog import ModelCatalog
+from outrider.local.freed_memory import FreedMemory
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Housekeeping:
     _environment: Environment
     _catalog: ModelCatalog
     _degraded: Mapping[Gauge, Callable[[], bool]]  # whether the part of each gauge is
+    _freed: FreedMemory = field(default_factory=FreedMemory)
     _reported: set[Exclusion] = field(default_factory=set)
     _unpaired: set[tuple[str, ...]] = field(default_factory=set)  # kinds of pairs that have been reported
 
@@ -35,6 +37,7 @@ class Housekeeping:
         """Runs until it is cancelled."""
         while True:
             await self._once()
+            await asyncio.to_thread(self._freed.return_some)
             await asyncio.sleep(EVERY_S)
 
     async def _once(self) -> None:

@@ -372,7 +372,7 @@ def dawdle(group: RankGroup, folder: Path, model_dir: str, who: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "fuse", late(Engine.fuse))  # packing weights, for minutes where they are many
-        patch.setattr("outrider.engine.loading.loading._return_freed_memory", late(lambda: None))
+        patch.setattr("outrider.engine.loading.loading._return_weights_memory", late(lambda: None))
         engine = load_model(models.engine_config(Path(model_dir)), group)
     if group.rank > 0:
         engine.follow()

@@ -6,8 +6,6 @@ with those of transformers' own attention.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -45,6 +43,7 @@ from outrider.engine.options import AUTO, EngineOptions
 from outrider.engine.ranks.rank_group import RankGroup
 from outrider.engine.sequence_chunk import SequenceChunk
 from outrider.errors import ConfigurationError
+from outrider.local.freed_memory import return_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ def load_model(config: EngineOptions, group: RankGroup | None = None) -> Engine:
     engine.numerics = _describe(engine, forms, probe_logits)
     if config.num_threads_beside_draft is not None and device == "cpu":
         _share_cores(engine)
-    _return_freed_memory()
+    _return_weights_memory()
     return engine
 
 
@@ -289,12 +288,11 @@ def _plan_kv(
     return kv
 
 
-def _return_freed_memory() -> None:
+def _return_weights_memory() -> None:
     """Returns freed memory to the system. Every weight was copied into its form, and the C library keeps what that
     freed: as much as the model's shard was seen."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
 
 
 def _distribution(hf_config: Any, group: RankGroup) -> Any:

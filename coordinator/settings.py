@@ -359,8 +359,9 @@ class Listen:
     redis_url_file: Path | None = same_as(RedisSettings, "redis_url_file")
     redis_wait_s: float = same_as(RedisSettings, "redis_wait_s")
     ray_temp_dir: Path | None = setting(
-        None, "folder of Ray's files; its path must be short", NETWORK, "folder", shows="a new folder in /tmp"
-    )
+        None, "folder of Ray's files; its path must be short, and nobody else may be able to write into it", NETWORK,
+        "folder", shows="a new folder in /tmp",
+    )  # fmt: skip
     needs_client_certificates: bool = setting(
         False, "with --tls-dir: clients, too, need a certificate that ca.crt signed",
         SECURITY, flag="--require-client-certificates",

@@ -12,8 +12,9 @@ from typing import Final
 
 # C0 and DEL, C1 (one character of which, U+009B, begins a sequence like ESC and a bracket), embeddings, overrides and
 # isolates of bidirectional text, and unpaired surrogates, which cannot be written at all. The marks U+200E and U+200F
-# stay: they occur in ordinary text, and move nothing that is not beside them.
-_UNSEEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# stay: they occur in ordinary text, and move nothing that is not beside them. In one line the separators of lines and
+# paragraphs are escaped, too: no terminal obeys them, but programs that read logs end a line there.
+_UNSEEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _UNSEEN_BUT_BLANKS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

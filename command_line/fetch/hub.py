@@ -73,7 +73,10 @@ class HubSource:
         self.commit: str | None = revision if _COMMIT.fullmatch(revision) else None
         self._revision = revision
         self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-        endpoint = httpx.URL(self._endpoint)
+        try:
+            endpoint = httpx.URL(self._endpoint)
+        except httpx.InvalidURL as error:
+            raise ConfigurationError(f"HF_ENDPOINT={self._endpoint[:100]} is no URL: {error}") from error
         self._host, self._scheme = endpoint.host or self._endpoint, endpoint.scheme
         if not has_revision or not revision:
             raise self._unpinned()
@@ -206,7 +209,7 @@ class HubSource:
         else:
             try:
                 found = socket.getaddrinfo(url.host, url.port or 443, type=socket.SOCK_STREAM)
-            except OSError as error:
+            except (OSError, UnicodeError) as error:  # a name that is too long cannot be encoded
                 raise Unavailable(f"{url.host}, to which {self._host} redirects, cannot be found: {error}") from error
             addresses = [str(each[4][0]) for each in found]
         for address in addresses:

@@ -49,7 +49,7 @@ class JsonFormatter(logging.Formatter):
                 line[name] = value
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return visible(json.dumps(line, ensure_ascii=False, default=str))
+        return visible(json.dumps(line, ensure_ascii=False, default=str), is_one_line=True)
 
 
 class TextFormatter(logging.Formatter):

@@ -82,9 +82,16 @@ def _transformers() -> Any:
     spec = importlib.util.find_spec("transformers.utils.chat_template_utils")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[attr-defined]
+    module.ImmutableSandboxedEnvironment = BoundedEnvironment
+    with at_most(STEPS_MAX):
+        environment = module._compile_jinja_template("").environment
+    if not isinstance(environment, BoundedEnvironment):
+        raise ConfigurationError(
+            "this version of transformers makes the environment of chat templates in another way, so that a template "
+            "would have no bounds; install the version that pyproject.toml names"
+        )
     return module
 
 

@@ -179,7 +179,12 @@ def _before_method(text: str | bytes, name: str, arguments: tuple[Any, ...]) -> 
     elif name == "translate":
         _take(len(text) * (_weigh(arguments) + 1) // _CHARS_A_STEP)
     elif "split" in name:
-        _take(len(text) // 4)  # each piece may be one character
+        separator = arguments[0] if arguments else None
+        if isinstance(separator, _TEXT) and type(separator) is type(text):
+            num_pieces = text.count(separator)  # type: ignore[arg-type]
+        else:
+            num_pieces = len(text) // 2  # each may be one character
+        _take(num_pieces // 2 + len(text) // _CHARS_A_STEP)
     return arguments
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from outrider.local.child_log import ChildLog
 from outrider.observability import logs
-from outrider.observability.logs import JsonFormatter, LogFormat
+from outrider.observability.logs import JsonFormatter, LogFormat, TextFormatter
 from outrider.visible_text import visible
 
 
@@ -46,10 +46,15 @@ def test_a_line_of_json_has_the_message_and_the_known_fields() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["two\nlines", 'quotes "', "\x00", "\ud800", "ü"])
+@pytest.mark.parametrize("text", ["two\nlines", "two\u2028lines", "two\u2029lines", "two\x85lines"])
+def test_whatever_it_quotes_a_message_for_people_is_one_line(text: str) -> None:
+    assert len(TextFormatter().format(record("%s", text)).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "two\u2028lines", "two\u2029lines", 'quotes "', "\x00", "\ud800", "ü"])
 def test_whatever_the_message_a_line_is_one_line_of_json(text: str) -> None:
     line = JsonFormatter().format(record("%s", text))
-    assert "\n" not in line
+    assert len(line.splitlines()) == 1
     assert json.loads(line)["message"] == text
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
 import random
 import resource
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from coordinator.intake.generation_request import GenerationInput
 from coordinator.intake.preparation import RequestPreparation
 from coordinator.intake.worker_threads import WorkerThreads
 from coordinator.settings import CoordinatorSettings
 from outrider.errors import ConfigurationError, InvalidRequest
-from outrider.text import template_limits
+from outrider.text import chat_template, template_limits
 from outrider.text.template_limits import STEPS_MAX, BoundedEnvironment, TemplateLimit, at_most
 from outrider.text.tokenizer import SHORT_STEPS_MAX, Tokenizer
 from tests.coordinator.tiny_model import write_model_dir
@@ -74,6 +79,7 @@ HOSTILE = {
     "expandtabs": "{{ ('\t' * 100000).expandtabs(99999) | length }}",
     "translate": "{{ ('x' * 100000).translate({120: 'x' * 100000}) | length }}",
     "split": GROWING.replace("NEW", "('x ' * 50000).split()"),
+    "split at a letter": GROWING.replace("NEW", "('xy' * 50000).split('y')"),
     "slices": "{% set y = [1] * 99999 %}" + GROWING.replace("NEW", "y[:]"),
     "lists in loops": GROWING.replace("NEW", "[" + "1," * 20_000 + "]"),
     "lists from ranges": GROWING.replace("NEW", "range(99999) | list"),
@@ -161,6 +167,30 @@ def test_the_same_conversation_takes_the_same_steps(monkeypatch: pytest.MonkeyPa
             taken.add(template_limits._steps.get().left)
     assert len(taken) == 1
     assert STEPS_MAX - taken.pop() < STEPS_MAX / 10, "the longest prompt, in a thousand messages, is far from the bound"
+
+
+def test_a_long_text_that_is_split_in_a_few_places_takes_few_steps() -> None:
+    """As templates part thoughts from an answer: several times a message, in each of its loops."""
+    template = BoundedEnvironment().from_string(
+        "{% for i in range(12) %}{% set parts = text.split('</think>') %}{{ parts[-1] | length }}{% endfor %}"
+    )
+    with at_most(STEPS_MAX):
+        template.render(text="thoughts</think>" + "x" * (1 << 20))
+        assert STEPS_MAX - template_limits._steps.get().left < STEPS_MAX / 2
+
+
+def test_a_transformers_that_would_render_without_bounds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment is replaced by name. Where that is none of its names any more, nothing else would tell."""
+    unbounded = types.SimpleNamespace(environment=ImmutableSandboxedEnvironment())
+
+    class Loader(importlib.abc.Loader):
+        def exec_module(self, module: types.ModuleType) -> None:
+            module._compile_jinja_template = lambda template: unbounded  # type: ignore[attr-defined]
+
+    spec = importlib.machinery.ModuleSpec("transformers.utils.chat_template_utils", Loader())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(ConfigurationError, match="would have no bounds"):
+        chat_template._transformers.__wrapped__()
 
 
 def with_template(folder: Path, template: str) -> Tokenizer:

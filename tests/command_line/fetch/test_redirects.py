@@ -142,6 +142,40 @@ def test_a_host_that_cannot_be_found_may_be_there_later(
         fetch(ADDRESS, tmp_path / "model")
 
 
+def test_a_host_whose_name_cannot_be_encoded_is_one_that_cannot_be_found(
+    redirected: Callable[[str], None], fetch: Fetcher, tmp_path: Path
+) -> None:
+    redirected(f"https://{'a' * 64}.example.com/")
+    with pytest.raises(Unavailable, match="cannot be found"):
+        fetch(ADDRESS, tmp_path / "model")
+
+
+def test_behind_a_proxy_names_are_the_proxys_to_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network of a company may know no name of the internet, and its proxy has a private address."""
+    looked_up: list[str] = []
+
+    def look(host: str, *_: Any, **__: Any) -> Any:
+        looked_up.append(host)
+        return [(2, 1, 6, "", ("10.0.0.1", 443))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look)
+    monkeypatch.setenv("HTTPS_PROXY", "http://10.0.0.2:3128")
+    monkeypatch.setenv("NO_PROXY", "inside.example")
+    source = HubSource(ADDRESS)
+    source._check_public(httpx.URL("https://cdn.example/file"))
+    assert not looked_up
+    for url in ("https://10.0.0.1/file", "https://inside.example/file", "https://a.inside.example/file"):
+        with pytest.raises(ConfigurationError, match="no public address"):
+            source._check_public(httpx.URL(url))
+    assert looked_up == ["inside.example", "a.inside.example"]
+
+
+def test_an_endpoint_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example:port")
+    with pytest.raises(ConfigurationError, match=r"HF_ENDPOINT=https://mirror\.example:port is no URL"):
+        HubSource(ADDRESS)
+
+
 def test_redirects_end(redirected: Callable[[str], None], hub: HubServer, fetch: Fetcher, tmp_path: Path) -> None:
     redirected(f"{hub.url}/api/models/{REPOSITORY}/again")
     with pytest.raises(ConfigurationError, match="redirects more than 5 times"):

@@ -21,3 +21,5 @@ def test_no_tenant_harms_another(tmp_path: Path) -> None:
     assert report["is_clean"]
     (run,) = report["runs"]
     assert all(row["num_requests"] and row["num_samples"] for row in run["rows"]), "an attack did not take place"
+    refused = [row["name"] for row in run["rows"] if "401" in row["answers"]]
+    assert not refused, "an attack with a key that is not valid harms nobody"

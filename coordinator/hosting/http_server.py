@@ -33,7 +33,7 @@ HEAD_TIME_MAX_S: Final = 10.0
 IDLE_MAX_S: Final = 75
 """Longest time between two requests of a connection."""
 CONNECTIONS_MAX: Final = 4096
-"""Fewer where the system gives the process too few descriptors."""
+"""Fewer where the system permits the process too few descriptors."""
 _DESCRIPTORS_ASIDE: Final = 512  # for workers, Redis, gRPC, files
 _BACKLOG: Final = 2048
 _LOOK_EVERY_S: Final = 0.02
@@ -142,6 +142,17 @@ def connections_max() -> int:
     if descriptors == resource.RLIM_INFINITY:
         return CONNECTIONS_MAX
     return min(CONNECTIONS_MAX, max(descriptors // 2, descriptors - _DESCRIPTORS_ASIDE))
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process have descriptors for CONNECTIONS_MAX, as far as it may: shells and systemd permit 1024 until a
+    program asks for more."""
+    most, permitted = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS_MAX + _DESCRIPTORS_ASIDE
+    if permitted != resource.RLIM_INFINITY:
+        wanted = min(wanted, permitted)
+    if most != resource.RLIM_INFINITY and most < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, permitted))
 
 
 class Connection(HttpToolsProtocol):

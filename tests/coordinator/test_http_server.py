@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
@@ -162,6 +163,25 @@ class TestConnections:
     ) -> None:
         monkeypatch.setattr("coordinator.hosting.http_server.resource.getrlimit", lambda _: (descriptors, 1 << 20))
         assert http_server.connections_max() == most
+
+    @pytest.mark.parametrize(
+        ("limits", "wanted"),
+        [
+            ((1024, 524288), 4608),
+            ((1024, 2048), 2048),
+            ((1024, resource.RLIM_INFINITY), 4608),
+            ((20000, 20000), None),
+            ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        ],
+    )
+    def test_a_process_takes_the_descriptors_that_it_may_have(
+        self, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int | None
+    ) -> None:
+        given: list[tuple[int, int]] = []
+        monkeypatch.setattr("coordinator.hosting.http_server.resource.getrlimit", lambda _: limits)
+        monkeypatch.setattr("coordinator.hosting.http_server.resource.setrlimit", lambda _, each: given.append(each))
+        http_server.raise_descriptor_limit()
+        assert given == ([] if wanted is None else [(wanted, limits[1])])
 
     async def until_there_are(self, server: HttpServer, num: int) -> None:
         state = server._server.server_state

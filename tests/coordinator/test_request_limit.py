@@ -15,10 +15,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.access.api_keys import Scope, entry, new_key
+from coordinator.api.grpc import grpc_calls
 from coordinator.api.grpc.grpc_calls import GrpcCalls
 from coordinator.api.grpc.grpc_ingress import MESSAGE_BYTES_MAX
 from coordinator.api.grpc.grpc_server import make_server
 from coordinator.api.http.application import create_app
+from coordinator.intake import request_limit
 from coordinator.intake.request_limit import RequestLimit
 from outrider.errors import Overloaded
 from outrider.security.call_admission import UNREAD_BYTES_MAX
@@ -173,6 +175,23 @@ class TestGrpcServer:
                 third = await connection.begin("/outrider.v1.Generation/Generate")
                 assert (await connection.status(third))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
             await eventually(lambda: limit.num == 0, "they have left")
+
+    async def test_messages_that_are_late_are_bounded_in_bytes(
+        self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(request_limit, "BODY_BYTES_MAX", MESSAGE_BYTES_MAX)
+        monkeypatch.setattr(grpc_calls, "LATE_S", 0.05)
+        limit = RequestLimit(9)
+        async with clusters.open([clusters.target()]) as cluster, server_of(cluster, limit) as address:
+            async with raw_connection(address) as connection:
+                first = await connection.begin("/outrider.v1.Generation/Generate")
+                await connection.send(first, framed(b"abc")[:-1], is_end=False)
+                await eventually(lambda: limit._body_bytes.num == MESSAGE_BYTES_MAX, "it is late")
+                second = await connection.begin("/outrider.v1.Generation/Generate")
+                await connection.send(second, framed(b"abc")[:-1], is_end=False)
+                code, message = await connection.status(second)
+                assert (code, "bytes of bodies" in message) == (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], True)
+            await eventually(lambda: limit.num == limit._body_bytes.num == 0, "they have left")
 
     async def test_a_message_is_bounded(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster, channel_to(cluster, RequestLimit(9)) as channel:

@@ -9,7 +9,7 @@ keep gRPC from raising that bound, and from expanding what callers send.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from inspect import isasyncgenfunction
 from typing import Any, Final, cast
@@ -36,7 +36,7 @@ OPEN_CALLS_MAX: Final = 256
 OPEN_READS_MAX: Final = 16
 """Those of them whose messages are being read. An honest one takes milliseconds; others may be as large as any."""
 
-Read = Callable[[], Awaitable[Any]]
+Read = Callable[[], Coroutine[Any, Any, Any]]
 Admission = Callable[[Any, Read], AbstractAsyncContextManager[Any]]
 """A context that lasts as long as the call, from the call's own context and what reads its request. It yields the
 request. An OutriderError from it ends the call, with nothing read if `read` was not called."""

@@ -7,6 +7,7 @@ import json
 import resource
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from typing import Any, cast
 
 import pytest
 from starlette.responses import PlainTextResponse
@@ -34,6 +35,20 @@ class Site:
         self.num_asked += 1
         await self.may_answer.wait()
         await PlainTextResponse(self.told)(scope, receive, send)
+
+
+class Endless(Site):
+    """An application that works until its client leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_left = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_asked += 1
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_left += 1
 
 
 @asynccontextmanager
@@ -92,6 +107,32 @@ class TestConnections:
                 site.told = told
                 writer.write(GET)
                 assert await answer_from(reader) == (200, told.encode())
+
+    async def test_who_leaves_is_noticed_also_behind_another_request(self) -> None:
+        site = Endless()
+        async with serving(site) as (server, port), connected(port) as (_, writer):
+            writer.write(GET)
+            await eventually(lambda: site.num_asked == 1, "the first one is at work")
+            writer.write(GET)
+            (connection,) = cast(set[Any], server._server.server_state.connections)
+            await eventually(lambda: len(connection.pipeline) == 1, "the second one waits")
+            writer.transport.abort()
+            await eventually(lambda: site.num_left == 1, "it has learned that its client has left")
+        assert site.num_asked == 1
+
+    async def test_only_so_many_requests_wait_on_a_connection(self) -> None:
+        site = Site()
+        async with serving(site) as (_, port), connected(port) as (reader, writer):
+            writer.write(GET * (http_server.PIPELINED_MAX + 1))
+            for _ in range(http_server.PIPELINED_MAX + 1):
+                assert await answer_from(reader) == (200, b"hello")
+        site.may_answer.clear()
+        async with serving(site) as (server, port), connected(port) as (reader, writer):
+            writer.write(GET * 5000)
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            assert not server._server.server_state.connections
+            site.may_answer.set()
 
     async def test_one_that_is_idle_after_an_answer_is_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with limit(monkeypatch, "IDLE_MAX_S", 0.1):

@@ -36,6 +36,7 @@ IDLE_MAX_S: Final = 75
 CONNECTIONS_MAX: Final = 4096
 """Fewer where the system permits the process too few descriptors."""
 _DESCRIPTORS_ASIDE: Final = 512  # for workers, Redis, gRPC, files
+_DESCRIPTORS_WANTED: Final = 4 * CONNECTIONS_MAX
 PIPELINED_MAX: Final = 8
 """Requests of a connection that may wait for the answer before. Some hundred bytes become kilobytes of each."""
 _BACKLOG: Final = 2048
@@ -148,10 +149,10 @@ def connections_max() -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Lets this process have descriptors for CONNECTIONS_MAX, as far as it may: shells and systemd permit 1024 until a
+    """Lets this process have the descriptors that it may need, as far as it may: shells and systemd permit 1024 until a
     program asks for more."""
     most, permitted = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = CONNECTIONS_MAX + _DESCRIPTORS_ASIDE
+    wanted = _DESCRIPTORS_WANTED
     if permitted != resource.RLIM_INFINITY:
         wanted = min(wanted, permitted)
     if most != resource.RLIM_INFINITY and most < wanted:

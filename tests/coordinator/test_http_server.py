@@ -208,9 +208,9 @@ class TestConnections:
     @pytest.mark.parametrize(
         ("limits", "wanted"),
         [
-            ((1024, 524288), 4608),
+            ((1024, 524288), 16384),
             ((1024, 2048), 2048),
-            ((1024, resource.RLIM_INFINITY), 4608),
+            ((1024, resource.RLIM_INFINITY), 16384),
             ((20000, 20000), None),
             ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
         ],

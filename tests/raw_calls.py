@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import Event, PingAckReceived, ResponseReceived, StreamEnded, StreamReset, TrailersReceived
-from h2.settings import SettingCodes
+from h2.settings import SettingCodes, Settings
 
 TIMEOUT_S = 20.0
 
@@ -28,7 +28,8 @@ class RawConnection:
         self._reader, self._writer = reader, writer
         self._http = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
         if window is not None:
-            self._http.local_settings[SettingCodes.INITIAL_WINDOW_SIZE] = window
+            # Not an item of the settings: h2 sends those that are current, and takes a later one for acknowledged.
+            self._http.local_settings = Settings(True, {SettingCodes.INITIAL_WINDOW_SIZE: window})
         self._http.initiate_connection()
         self.statuses: dict[int, tuple[int, str]] = {}
         """The status of each call that has ended, by its number: code and message; -1 where it was reset."""

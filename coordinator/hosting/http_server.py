@@ -3,7 +3,8 @@
 A connection may neither keep its request's head back nor be idle for long, nor send the rest of a body whose answer it
 has for long; heads have a largest number of bytes. There are only so many connections: whoever comes then takes the
 place of the oldest that has not sent a request, or else of the one that has been idle for longest, so that a probe is
-answered however many others say nothing. Connections with a request are bounded by what the application takes in.
+answered however many others say nothing. Connections with a request are bounded by what the application takes in, which
+does not count requests that wait on their connection for the answer before: of them a connection has few.
 `/-/healthz` answers as Ray Serve's does, so that probes and load balancers need not know which of the two they ask.
 """
 
@@ -23,7 +24,7 @@ from typing import Any, Final, cast
 import uvicorn
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from outrider.addresses import bound_socket
 
@@ -33,8 +34,11 @@ HEAD_TIME_MAX_S: Final = 10.0
 IDLE_MAX_S: Final = 75
 """Longest time between two requests of a connection."""
 CONNECTIONS_MAX: Final = 4096
-"""Fewer where the system gives the process too few descriptors."""
+"""Fewer where the system permits the process too few descriptors."""
 _DESCRIPTORS_ASIDE: Final = 512  # for workers, Redis, gRPC, files
+_DESCRIPTORS_WANTED: Final = 4 * CONNECTIONS_MAX
+PIPELINED_MAX: Final = 8
+"""Requests of a connection that may wait for the answer before. Some hundred bytes become kilobytes of each."""
 _BACKLOG: Final = 2048
 _LOOK_EVERY_S: Final = 0.02
 _CUT_MAX_S: Final = 2.0
@@ -144,6 +148,21 @@ def connections_max() -> int:
     return min(CONNECTIONS_MAX, max(descriptors // 2, descriptors - _DESCRIPTORS_ASIDE))
 
 
+def raise_descriptor_limit() -> None:
+    """Lets this process have the descriptors that it may need, as far as it may: shells and systemd permit 1024 until a
+    program asks for more."""
+    most, permitted = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS_WANTED
+    if permitted != resource.RLIM_INFINITY:
+        wanted = min(wanted, permitted)
+    if most != resource.RLIM_INFINITY and most < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, permitted))
+
+
+class _TooManyRequests(Exception):
+    """Ends the work of a connection's parser."""
+
+
 class Connection(HttpToolsProtocol):
     """A connection to a client, with limits on the heads of its requests."""
 
@@ -156,6 +175,7 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = True  # of a request, or before it
         self._num_head_bytes = 0
         self._timer: TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
         oldest = self._idle.take_oldest() if len(self.connections) > connections_max() else self
         if oldest is None:
             transport.abort()
@@ -169,6 +189,11 @@ class Connection(HttpToolsProtocol):
         self._forget_timer()
         self._idle.remove(self)
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            # uvicorn tells the last request alone, which may wait behind this one.
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
@@ -186,6 +211,11 @@ class Connection(HttpToolsProtocol):
         self._forget_timer()
         self._idle.remove(self)
         super().on_headers_complete()
+        if len(self.pipeline) > PIPELINED_MAX:
+            self.transport.abort()
+            raise _TooManyRequests  # else the parser goes on with all that has come
+        if self.pipeline:
+            self.flow.resume_reading()  # else a client that leaves would not be noticed
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -199,6 +229,10 @@ class Connection(HttpToolsProtocol):
         self._idle.add(self)
         if not self._is_in_head:  # a request that was answered before all of its body had come
             self._timer = self.loop.call_later(HEAD_TIME_MAX_S, self.transport.close)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what the parser did not understand, in the words of the API."""

@@ -26,7 +26,7 @@ import grpc.aio
 import uvloop
 
 from coordinator.api.grpc.grpc_server import make_server
-from coordinator.hosting.http_server import HttpServer
+from coordinator.hosting.http_server import HttpServer, connections_max, raise_descriptor_limit
 from coordinator.hosting.replica import Replica
 from coordinator.intake.request_limit import RequestLimit
 from coordinator.settings import CoordinatorSettings, Listen
@@ -44,6 +44,7 @@ Announce = Callable[..., object]
 
 def run(settings: CoordinatorSettings, listen: Listen, announce: Announce) -> int:
     """Serves until a signal; returns the exit status."""
+    raise_descriptor_limit()
     try:
         uvloop.run(PlainProcess(settings, listen, announce).serve())
     except OutriderError as error:
@@ -74,6 +75,7 @@ class PlainProcess:
                 limit,
                 self._stop.is_set,
                 has_reflection=not self._settings.knows_callers,  # it knows nothing of keys
+                connections_max=connections_max() // 2,
             )
             grpc_port = _bind(rpc, listen.host, listen.grpc_port)
             await rpc.start()

@@ -96,7 +96,7 @@ class RequestLimit:
         """`num_of_tenant`: the requests of a tenant that is alone."""
         self.num_max = num_of_tenant + num_of_tenant // PER_FREE
         """The most requests at once, those that arrive left out."""
-        self.num_arriving_max = num_of_tenant
+        self.num_arriving_max = self.num_max  # their bodies may all come at once
         self._served = TenantShares(self.num_max, "requests")
         self._arriving = TenantShares(self.num_arriving_max, "requests whose bodies are on their way")
         self._body_bytes = TenantShares(BODY_BYTES_MAX, "bytes of bodies on their way")

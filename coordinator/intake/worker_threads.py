@@ -29,9 +29,12 @@ ResultT = TypeVar("ResultT")
 Arguments = ParamSpec("Arguments")
 
 THREADS_MAX: Final = 4
-PENDING_MAX: Final = 256
+PENDING_MAX: Final = 512
 """Most pieces of work that run or wait; beyond it, work of new requests is refused. A tenant may have as many as are
 still free, so that one alone leaves half of them to others."""
+PENDING_CHARS_MAX: Final = 1 << 30
+"""Most characters or values that they may be about, together, of which a tenant has as much: requests that wait are
+kept whole."""
 SHORT_CHARS: Final = 64 << 10
 """Length in characters, or number of values of an answer, up to which work is short."""
 
@@ -47,7 +50,9 @@ class WorkerThreads:
         self._short = _Pool(max(num_threads // 2, 1), "short-work")
         self._long = _Pool(max(num_threads - 1, 1), "long-work")
         self._pending_max = pending_max
-        self._num_pending: Counter[str | None] = Counter()  # by tenant; running or waiting
+        # By tenant; running or waiting.
+        self._num_pending: Counter[str | None] = Counter()
+        self._chars_pending: Counter[str | None] = Counter()
         self._lock = threading.Lock()
 
     @property
@@ -66,21 +71,27 @@ class WorkerThreads:
 
     def check_room(self, tenant: str | None) -> None:
         """Raises Overloaded if a tenant may have no more work pending."""
-        if self._num_pending[tenant] >= self._pending_max - self.num_pending:
+        if (
+            self._num_pending[tenant] >= self._pending_max - self.num_pending
+            or self._chars_pending[tenant] >= PENDING_CHARS_MAX - self._chars_pending.total()
+        ):
             raise Overloaded("too many large requests are being read, tokenized or answered at once")
 
     def submit(self, tenant: str | None, num_chars: float, work: Callable[[], ResultT]) -> Future[ResultT]:
         """Has `work` done in a thread when its turn comes, unless the future is cancelled before."""
         future: Future[ResultT] = Future()
+        size = 0 if num_chars == math.inf else int(num_chars)  # it is known of all that callers send
         with self._lock:
             self._num_pending[tenant] += 1
-        future.add_done_callback(lambda _: self._forget(tenant))
+            self._chars_pending[tenant] += size
+        future.add_done_callback(lambda _: self._forget(tenant, size))
         (self._short if num_chars <= SHORT_CHARS else self._long).submit(tenant, future, work)
         return future
 
-    def _forget(self, tenant: str | None) -> None:
+    def _forget(self, tenant: str | None, size: int) -> None:
         with self._lock:
             self._num_pending -= Counter([tenant])
+            self._chars_pending -= Counter({tenant: size})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ keep gRPC from raising that bound, and from expanding what callers send.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from inspect import isasyncgenfunction
 from typing import Any, Final, cast
@@ -35,8 +35,11 @@ OPEN_CALLS_MAX: Final = 256
 """Calls at once, of a server, that need no credential: checks and watches of its health."""
 OPEN_READS_MAX: Final = 16
 """Those of them whose messages are being read. An honest one takes milliseconds; others may be as large as any."""
+MADE_ROOM_S: Final = 5.0
+"""How long a call that makes room stays open, as far as there are no more of these than of the others: clients of gRPC
+call again at once, and would end one another without a pause where they are too many."""
 
-Read = Callable[[], Awaitable[Any]]
+Read = Callable[[], Coroutine[Any, Any, Any]]
 Admission = Callable[[Any, Read], AbstractAsyncContextManager[Any]]
 """A context that lasts as long as the call, from the call's own context and what reads its request. It yields the
 request. An OutriderError from it ends the call, with nothing read if `read` was not called."""
@@ -149,6 +152,8 @@ class _NewestCalls:
         except asyncio.CancelledError:
             if task not in self._ended or task.uncancel() > 0:  # cancelled by others
                 raise
+            if len(self._ended) <= self._num_max:
+                await asyncio.sleep(MADE_ROOM_S)
             raise Overloaded(f"more than {self._num_max} calls without a key; this one made room, call again") from None
         finally:
             self._ended.discard(task)

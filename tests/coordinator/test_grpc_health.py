@@ -20,6 +20,7 @@ from coordinator.api.grpc import grpc_health
 from coordinator.api.grpc.grpc_health import SERVICE, Health, add_HealthServicer_to_server
 from coordinator.api.grpc.grpc_ingress import add_GenerationServicer_to_server
 from coordinator.api.grpc.grpc_reflection import REFLECTED, SERVICES, add_ReflectionServicer_to_server
+from outrider.security import call_admission
 from outrider.security.call_admission import OPEN_CALLS_MAX
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.coordinator.serve_grpc import TIMEOUT_S, ask, serving
@@ -196,8 +197,11 @@ class TestWatch:
     async def test_an_unknown_service_is_watched_for_it_may_come(self, channel: grpc.aio.Channel) -> None:
         assert (await watch(channel, "who").read()).status == STATUS.SERVICE_UNKNOWN
 
-    async def test_there_are_only_so_many_and_the_oldest_makes_room(self, address: str) -> None:
+    async def test_there_are_only_so_many_and_the_oldest_makes_room(
+        self, address: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Found: 256 watches without a key, and the next one was refused."""
+        monkeypatch.setattr(call_admission, "MADE_ROOM_S", 0.0)
         async with grpc.aio.insecure_channel(address) as channel:
             watches = []
             for _ in range(OPEN_CALLS_MAX + 3):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from typing import Any, cast
 
 import pytest
 from starlette.responses import PlainTextResponse
@@ -33,6 +35,20 @@ class Site:
         self.num_asked += 1
         await self.may_answer.wait()
         await PlainTextResponse(self.told)(scope, receive, send)
+
+
+class Endless(Site):
+    """An application that works until its client leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_left = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_asked += 1
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_left += 1
 
 
 @asynccontextmanager
@@ -91,6 +107,32 @@ class TestConnections:
                 site.told = told
                 writer.write(GET)
                 assert await answer_from(reader) == (200, told.encode())
+
+    async def test_who_leaves_is_noticed_also_behind_another_request(self) -> None:
+        site = Endless()
+        async with serving(site) as (server, port), connected(port) as (_, writer):
+            writer.write(GET)
+            await eventually(lambda: site.num_asked == 1, "the first one is at work")
+            writer.write(GET)
+            (connection,) = cast(set[Any], server._server.server_state.connections)
+            await eventually(lambda: len(connection.pipeline) == 1, "the second one waits")
+            writer.transport.abort()
+            await eventually(lambda: site.num_left == 1, "it has learned that its client has left")
+        assert site.num_asked == 1
+
+    async def test_only_so_many_requests_wait_on_a_connection(self) -> None:
+        site = Site()
+        async with serving(site) as (_, port), connected(port) as (reader, writer):
+            writer.write(GET * (http_server.PIPELINED_MAX + 1))
+            for _ in range(http_server.PIPELINED_MAX + 1):
+                assert await answer_from(reader) == (200, b"hello")
+        site.may_answer.clear()
+        async with serving(site) as (server, port), connected(port) as (reader, writer):
+            writer.write(GET * 5000)
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            assert not server._server.server_state.connections
+            site.may_answer.set()
 
     async def test_one_that_is_idle_after_an_answer_is_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with limit(monkeypatch, "IDLE_MAX_S", 0.1):
@@ -162,6 +204,25 @@ class TestConnections:
     ) -> None:
         monkeypatch.setattr("coordinator.hosting.http_server.resource.getrlimit", lambda _: (descriptors, 1 << 20))
         assert http_server.connections_max() == most
+
+    @pytest.mark.parametrize(
+        ("limits", "wanted"),
+        [
+            ((1024, 524288), 16384),
+            ((1024, 2048), 2048),
+            ((1024, resource.RLIM_INFINITY), 16384),
+            ((20000, 20000), None),
+            ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        ],
+    )
+    def test_a_process_takes_the_descriptors_that_it_may_have(
+        self, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int | None
+    ) -> None:
+        given: list[tuple[int, int]] = []
+        monkeypatch.setattr("coordinator.hosting.http_server.resource.getrlimit", lambda _: limits)
+        monkeypatch.setattr("coordinator.hosting.http_server.resource.setrlimit", lambda _, each: given.append(each))
+        http_server.raise_descriptor_limit()
+        assert given == ([] if wanted is None else [(wanted, limits[1])])
 
     async def until_there_are(self, server: HttpServer, num: int) -> None:
         state = server._server.server_state

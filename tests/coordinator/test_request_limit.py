@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.access.api_keys import Scope, entry, new_key
+from coordinator.api.grpc import grpc_calls
 from coordinator.api.grpc.grpc_calls import GrpcCalls
 from coordinator.api.grpc.grpc_ingress import MESSAGE_BYTES_MAX
 from coordinator.api.grpc.grpc_server import make_server
 from coordinator.api.http.application import create_app
+from coordinator.intake import request_limit
 from coordinator.intake.request_limit import RequestLimit
 from outrider.errors import Overloaded
 from outrider.security.call_admission import UNREAD_BYTES_MAX
@@ -37,8 +39,9 @@ def client_of(cluster: Cluster, limit: RequestLimit) -> httpx.AsyncClient:
 
 
 @asynccontextmanager
-async def server_of(cluster: Cluster, limit: RequestLimit) -> AsyncIterator[str]:
-    server = make_server(GrpcCalls(cluster.service), limit, lambda: False, has_reflection=False)
+async def server_of(cluster: Cluster, limit: RequestLimit, connections_max: int = 99) -> AsyncIterator[str]:
+    calls = GrpcCalls(cluster.service)
+    server = make_server(calls, limit, lambda: False, has_reflection=False, connections_max=connections_max)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -173,6 +176,48 @@ class TestGrpcServer:
                 third = await connection.begin("/outrider.v1.Generation/Generate")
                 assert (await connection.status(third))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
             await eventually(lambda: limit.num == 0, "they have left")
+
+    async def test_messages_that_are_late_are_bounded_in_bytes(
+        self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(request_limit, "BODY_BYTES_MAX", MESSAGE_BYTES_MAX)
+        monkeypatch.setattr(grpc_calls, "LATE_S", 0.05)
+        limit = RequestLimit(9)
+        async with clusters.open([clusters.target()]) as cluster, server_of(cluster, limit) as address:
+            async with raw_connection(address) as connection:
+                first = await connection.begin("/outrider.v1.Generation/Generate")
+                await connection.send(first, framed(b"abc")[:-1], is_end=False)
+                await eventually(lambda: limit._body_bytes.num == MESSAGE_BYTES_MAX, "it is late")
+                second = await connection.begin("/outrider.v1.Generation/Generate")
+                await connection.send(second, framed(b"abc")[:-1], is_end=False)
+                code, message = await connection.status(second)
+                assert (code, "bytes of bodies" in message) == (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], True)
+            await eventually(lambda: limit.num == limit._body_bytes.num == 0, "they have left")
+
+    async def test_there_are_only_so_many_connections(self, clusters: ClusterFactory) -> None:
+        async with (
+            clusters.open([clusters.target()]) as cluster,
+            server_of(cluster, RequestLimit(9), connections_max=2) as address,
+            raw_connection(address) as first,
+        ):
+            async with raw_connection(address) as second:
+                for connection in (first, second):
+                    call = await connection.begin("/outrider.v1.Generation/Nothing")
+                    assert (await connection.status(call))[0] == grpc.StatusCode.UNIMPLEMENTED.value[0]
+                with pytest.raises(ConnectionError):
+                    async with raw_connection(address) as third:
+                        await third.status(await third.begin("/outrider.v1.Generation/Nothing"))
+
+            async def is_answered() -> bool:
+                with suppress(ConnectionError):
+                    async with raw_connection(address) as fourth:
+                        await fourth.status(await fourth.begin("/outrider.v1.Generation/Nothing"))
+                        return True
+                return False
+
+            async with asyncio.timeout(30):
+                while not await is_answered():
+                    pass  # the second one has left, and its place is free soon
 
     async def test_a_message_is_bounded(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster, channel_to(cluster, RequestLimit(9)) as channel:

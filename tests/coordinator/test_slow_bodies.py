@@ -93,6 +93,16 @@ class TestRequestLimit:
             for _ in range(100):
                 stack.enter_context(limit.entered("modest"))
 
+    def test_bodies_of_all_requests_of_a_tenant_may_come_at_once(self) -> None:
+        limit = RequestLimit(640)
+        with ExitStack() as stack:
+            for _ in range(640):
+                stack.enter_context(stack.enter_context(limit.entered())())
+            assert limit.num == 640
+            with pytest.raises(Overloaded, match="bodies are on their way"):
+                stack.enter_context(stack.enter_context(limit.entered())())
+        assert limit.num == 0
+
     def test_bytes_on_their_way_are_bounded_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(request_limit, "BODY_BYTES_MAX", 100)
         limit = RequestLimit(9)
@@ -198,7 +208,7 @@ class TestOverHttp:
                 assert {answer.status_code for answer in refused} == {429}
                 assert {"error"} <= refused[0].json().keys()
                 assert int(refused[0].headers["Retry-After"]) >= 1
-                assert limit.num == len(asking) - len(refused) == 8
+                assert limit.num == len(asking) - len(refused) == 10
                 for _ in range(3):
                     assert (await modest.post("/v1/completions", json=BODY)).status_code == 200
                 assert (await greedy.get("/v1/models")).status_code == 200

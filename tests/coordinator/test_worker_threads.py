@@ -15,7 +15,8 @@ import pytest
 
 from coordinator.access.api_keys import Caller, Scope
 from coordinator.api.http.application import create_app
-from coordinator.intake.worker_threads import SHORT_CHARS, WorkerThreads
+from coordinator.intake import worker_threads
+from coordinator.intake.worker_threads import PENDING_MAX, SHORT_CHARS, WorkerThreads
 from outrider.errors import InvalidRequest, Overloaded, Unauthenticated
 from outrider.text.tokenizer import Tokenizer
 from tests.coordinator.conftest import Cluster, ClusterFactory
@@ -99,15 +100,32 @@ async def test_beyond_a_bound_work_is_refused_and_room_comes_back() -> None:
     threads.close()
 
 
-async def test_a_tenant_alone_leaves_room_for_others(threads: WorkerThreads, gate: Gate) -> None:
-    threads._pending_max = 64
-    tasks = [asyncio.create_task(threads.of("flood").run(int)) for _ in range(100)]
+async def test_a_tenant_alone_has_as_much_as_ever_and_leaves_room_for_others(
+    threads: WorkerThreads, gate: Gate
+) -> None:
+    assert PENDING_MAX == 2 * 256
+    tasks = [asyncio.create_task(threads.of("flood").run(int)) for _ in range(300)]
     await asyncio.sleep(0)
     modest = asyncio.create_task(threads.of("modest").run(int))
     gate.may_go_on.set()
     assert await modest == 0
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    assert sum(isinstance(each, Overloaded) for each in outcomes) == 100 - 31
+    assert sum(isinstance(each, Overloaded) for each in outcomes) == 300 - 255
+
+
+async def test_what_long_work_is_about_is_bounded_in_sum(
+    threads: WorkerThreads, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_threads, "PENDING_CHARS_MAX", 8 * LONG)
+    tasks = [asyncio.create_task(threads.of("flood", LONG).run(int)) for _ in range(9)]
+    await asyncio.sleep(0)
+    modest = asyncio.create_task(threads.of("modest", LONG).run(int))
+    await asyncio.sleep(0)
+    gate.may_go_on.set()
+    assert await modest == 0
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(each, Overloaded) for each in outcomes] == [False] * 4 + [True] * 5
+    assert await threads.of("flood", LONG).run(int) == 0
 
 
 async def test_work_that_has_not_begun_when_its_caller_leaves_never_begins(threads: WorkerThreads, gate: Gate) -> None:

@@ -158,8 +158,11 @@ class Caller:
 
 class TestOpenCalls:
     @asynccontextmanager
-    async def calls(self, monkeypatch: pytest.MonkeyPatch, num_max: int) -> AsyncIterator[Any]:
+    async def calls(
+        self, monkeypatch: pytest.MonkeyPatch, num_max: int, made_room_s: float = 0.0
+    ) -> AsyncIterator[Any]:
         """A function that makes a call from an address, which lasts, and returns its task."""
+        monkeypatch.setattr(call_admission, "MADE_ROOM_S", made_room_s)
         monkeypatch.setattr(call_admission, "OPEN_CALLS_MAX", num_max)
         monkeypatch.setattr(call_admission, "OPEN_READS_MAX", num_max)
         calls = OpenCalls()
@@ -196,6 +199,16 @@ class TestOpenCalls:
             told = await asyncio.gather(*ended, return_exceptions=True)
             assert all("made room, call again" in str(each) for each in told)
             assert not any(task.done() for task in kept)
+
+    async def test_who_calls_again_at_once_is_kept_for_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Found: five clients that watch where four may ended one another 800 times a second."""
+        async with self.calls(monkeypatch, 2, made_room_s=3600.0) as call:
+            made = [await call("x") for _ in range(5)]
+            told = (await asyncio.gather(made[2], return_exceptions=True))[0]
+            assert isinstance(told, Overloaded), "of those that make room are no more either"
+            assert [task.done() for task in made] == [False, False, True, False, False]
+            made[0].cancel()
+            assert isinstance((await asyncio.gather(made[0], return_exceptions=True))[0], asyncio.CancelledError)
 
     async def test_a_caller_that_leaves_is_no_more_than_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async with self.calls(monkeypatch, 1) as call:

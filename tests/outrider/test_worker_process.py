@@ -277,6 +277,7 @@ async def test_a_watcher_that_takes_nothing_holds_up_no_worker() -> None:
 
 async def test_strangers_with_many_watches_shut_out_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_admission, "OPEN_CALLS_MAX", 4)
+    monkeypatch.setattr(call_admission, "MADE_ROOM_S", 0.0)
     options = WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0, health_port=0)
     async with WorkerProcess(options, "draft", []) as process:
         await process.listen()

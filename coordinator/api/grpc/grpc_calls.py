@@ -5,25 +5,30 @@ The host gives a call that raises the status of its error.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, Final
 
 from grpc_health.v1 import health_pb2
 
 from coordinator.access.api_keys import ANYBODY, Scope
 from coordinator.api.grpc import grpc_api
-from coordinator.api.grpc.grpc_ingress import Pace
+from coordinator.api.grpc.grpc_ingress import MESSAGE_BYTES_MAX, Pace
 from coordinator.intake.generation_request import Origin
 from coordinator.intake.request_limit import RequestLimit
 from coordinator.service.generation_service import GenerationService
+from outrider.concurrency.background import until_ended
 from outrider.errors import OutriderError
 from outrider.observability.tracing import TRACEPARENT
 from outrider.security.call_admission import Admission, Read
 from protos.outrider.v1 import generation_pb2
 
 _log = logging.getLogger(__name__)
+
+LATE_S: Final = 1.0
+"""After how long a message that is not complete counts with the most bytes that it may have."""
 
 Metadata = Iterable[tuple[str, Any]] | None
 
@@ -57,8 +62,8 @@ class GrpcCalls:
                 with self.counted():
                     caller = (await self._origin(context.invocation_metadata())).caller
                     arriving = stack.enter_context(limit.entered(caller.tenant))
-                    with arriving():  # its bytes are bounded by the number of messages
-                        request = await read()
+                    with arriving() as take_bytes:
+                        request = await _read(read, take_bytes)
                 yield request
 
         return admission
@@ -93,3 +98,16 @@ class GrpcCalls:
             found.get(TRACEPARENT),
             found.get(grpc_api.CANARY_KEY_METADATA, ""),
         )
+
+
+async def _read(read: Read, take_bytes: Callable[[int], None]) -> Any:
+    """Reads a message. gRPC tells nothing of one before it is complete, so only those that are late count by bytes."""
+    reading = asyncio.create_task(read())
+    try:
+        await asyncio.wait((reading,), timeout=LATE_S)
+        if not reading.done():
+            take_bytes(MESSAGE_BYTES_MAX)
+        return await reading
+    finally:
+        reading.cancel()
+        await until_ended(reading)

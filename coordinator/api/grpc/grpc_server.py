@@ -1,7 +1,7 @@
 """A gRPC server of grpc.aio with the services of one replica, for a process that Ray Serve does not host.
 
-Its limits are those of a replica behind HAProxy: messages of a bounded size, bounded calls at once, time limits for
-clients that do not read.
+Its limits are those of a replica behind HAProxy: messages of a bounded size, bounded calls and connections at once,
+time limits for clients that do not read.
 """
 
 from __future__ import annotations
@@ -32,14 +32,25 @@ _OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_connection_idle_ms", 300_000),  # without a call; clients connect again by themselves
 )
 
 
 def make_server(
-    calls: GrpcCalls, limit: RequestLimit, is_leaving: Callable[[], bool], *, has_reflection: bool
+    calls: GrpcCalls,
+    limit: RequestLimit,
+    is_leaving: Callable[[], bool],
+    *,
+    has_reflection: bool,
+    connections_max: int,
 ) -> grpc.aio.Server:
-    """Makes a server that has no port yet. `is_leaving`: whether this process is about to end."""
-    server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_concurrent_streams", limit.num_max + 100)])
+    """Makes a server that has no port yet. `is_leaving`: whether this process is about to end. Without
+    `connections_max` strangers could take all descriptors of the process."""
+    bounds = (
+        ("grpc.max_concurrent_streams", limit.num_max + 100),
+        ("grpc.max_allowed_incoming_connections", connections_max),
+    )
+    server = grpc.aio.server(options=[*_OPTIONS, *bounds])
 
     async def is_here(_: Any, context: Any) -> bytes:
         if is_leaving():

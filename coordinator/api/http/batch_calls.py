@@ -24,8 +24,8 @@ from outrider.errors import InvalidRequest, NotFound
 
 UPLOADS_MAX: Final = 8
 """Files that one replica takes in at once. One tenant has half of them, so that slow ones do not keep others out."""
-UPLOAD_BYTES_MAX: Final = 4 * FILE_BYTES_MAX
-"""Most bytes of its disk that they take up together, for a while."""
+UPLOAD_BYTES_MAX: Final = 5 * FILE_BYTES_MAX
+"""Most bytes of its disk that they take up together, for a while. One tenant's four may have the largest size."""
 _UPLOAD_AGAIN_S: Final = 5.0
 _FORM_FIELDS: Final = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 

@@ -96,7 +96,8 @@ class Effort:
 
     def _check(self, charged_s: float) -> None:
         now_s = time.monotonic()
-        self._owner.spend(charged_s, now_s)
+        if self._owner.wait_s(now_s) == 0.0:  # a debt beyond what is refused for would only be remembered longer
+            self._owner.spend(charged_s, now_s)
         permitted = f"permitted: {TOKEN_MAX_S * 1e3:g} ms a token and {FREE_S:g} s"
         if self._is_for_hints:
             raise GrammarTooCostly("hints are not worth what the grammar takes for them")

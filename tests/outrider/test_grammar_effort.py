@@ -145,6 +145,23 @@ def test_the_sequences_of_an_owner_share_what_is_free_and_others_have_their_own(
     assert before._effort.spent_s > FREE_S
 
 
+def test_however_much_an_owner_takes_its_others_wait_no_longer(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are no keys, all tenants are one owner."""
+    hostile = [grammars.asked_by("", compiler, SPEC) for _ in range(300)]
+    clock = Clock(monkeypatch)
+    clock.look_s = COVERED_S
+    for state in hostile:
+        with pytest.raises(GrammarViolation):
+            QUERIES["masks"](state)
+    clock.now_s += FREE_S / OWNER_SHARE
+    honest = grammars.asked_by("", compiler, SPEC)
+    honest.masks([LETTERS[:length] for length in range(2)])
+    assert honest._effort.debt_s > 2 * COVERED_S
+    assert honest.refusal is None
+
+
 def test_one_call_counts_for_no_more_than_a_call_can_take(state: GrammarState, clock: Clock) -> None:
     state._effort.begin()
     clock.pause(60.0)

@@ -185,7 +185,7 @@ def test_hints_end_no_sequence_whose_tokens_pay_for_its_grammar(
 def test_however_much_an_owner_takes_its_others_wait_no_longer(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there are no keys, all tenants are one owner."""
+    """Without keys all tenants are one owner."""
     hostile = [grammars.asked_by("", compiler, SPEC) for _ in range(300)]
     clock = Clock(monkeypatch)
     clock.look_s = COVERED_S

@@ -89,7 +89,7 @@ class PromptQueue:
             del by_owner[owner]
         taken = account.taken
         yield chosen
-        if first is not shortest:
+        if first is not shortest and first.may_be_passed:  # else what it takes would be a lead of those behind it
             account.lead += (account.taken - taken) * (1.0 if chosen is first else -1.0)
 
     def charge(self, owner: str, chunk: Chunk) -> None:

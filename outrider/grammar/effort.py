@@ -20,6 +20,8 @@ FREE_S: Final = 1.0
 OWNER_SHARE: Final = 0.02  # of the time, in which an owner's debt is forgotten
 COVERED_S: Final = 0.1
 """Debt of a sequence up to which its owner is not charged: an ordinary step takes so much, and its tokens repay it."""
+HINTS_S: Final = 0.075
+"""Debt that hints may make, so that the next token, which goes on without them, is not charged for them."""
 CALL_MAX_S: Final = 0.25
 """Time of one call into the library that counts. The longest ones found take 0.1 s; beyond that the machine stood
 still: when a virtual machine is paused, the pause counts as time of the thread that ran."""
@@ -49,14 +51,14 @@ def forced_text_refusal(num_bytes: int) -> str | None:
 class Effort:
     """Counts the time that the grammar of one sequence takes. Its debt is what its tokens have not paid for yet."""
 
-    __slots__ = ("_at_s", "_is_for_hints", "_owner", "debt_s", "refusal", "spent_s")
+    __slots__ = ("_at_s", "_owner", "debt_s", "is_for_hints", "refusal", "spent_s")
 
     def __init__(self, owner: LoopShare | None = None) -> None:
         """`owner` is the debt of all sequences of one owner, as far as it exceeds `COVERED_S` of each. None: there is
         no other."""
         self._owner = LoopShare(OWNER_SHARE, FREE_S) if owner is None else owner
         self._at_s = 0.0  # this thread's processor time when it was last looked at
-        self._is_for_hints = False
+        self.is_for_hints = False  # what is done now: without it the sequence goes on
         self.debt_s = 0.0
         self.spent_s = 0.0  # in all
         self.refusal: str | None = None  # why the sequence must end
@@ -73,7 +75,7 @@ class Effort:
     def begin(self, num_tokens: int = 0, *, is_for_hints: bool = False) -> None:
         """Begins a query on this thread. `num_tokens`: committed tokens, which pay for it."""
         self.debt_s = max(0.0, self.debt_s) - TOKEN_MAX_S * num_tokens
-        self._at_s, self._is_for_hints = time.thread_time(), is_for_hints
+        self._at_s, self.is_for_hints = time.thread_time(), is_for_hints
 
     def count(self) -> None:
         """Counts the time since the last look, after a call into the library. Raises GrammarTooCostly."""
@@ -86,8 +88,8 @@ class Effort:
         call_s = min(call_s, CALL_MAX_S)
         self.spent_s += call_s
         self.debt_s += call_s
-        if self.debt_s > COVERED_S:
-            self._check(min(call_s, self.debt_s - COVERED_S))
+        if self.debt_s > (HINTS_S if self.is_for_hints else COVERED_S):
+            self._check(max(0.0, min(call_s, self.debt_s - COVERED_S)))
 
     def refuse(self, reason: str) -> GrammarTooCostly:
         """Returns the error to raise where the sequence must end; `refusal` remembers the reason."""
@@ -96,20 +98,21 @@ class Effort:
 
     def _check(self, charged_s: float) -> None:
         now_s = time.monotonic()
-        self._owner.spend(charged_s, now_s)
+        if self._owner.wait_s(now_s) == 0.0:  # a debt beyond what is refused for would only be remembered longer
+            self._owner.spend(charged_s, now_s)
         permitted = f"permitted: {TOKEN_MAX_S * 1e3:g} ms a token and {FREE_S:g} s"
-        if self._is_for_hints:
-            raise GrammarTooCostly("hints are not worth what the grammar takes for them")
         if self.debt_s > FREE_S:
             raise self.refuse(
                 f"the grammar took {self.debt_s:.1f} s more than its tokens pay for; {permitted}; a less ambiguous one "
                 "takes less"
             )
-        if self._owner.wait_s(now_s) > 0.0:
+        if self._owner.wait_s(now_s) > 0.0 and self.debt_s > COVERED_S:
             raise self.refuse(
                 f"the grammar took {self.debt_s:.1f} s more than its tokens pay for, and with your other requests' "
                 f"too much; {permitted} for all together; fewer at once, or less ambiguous ones, take less"
             )
+        if self.is_for_hints:
+            raise GrammarTooCostly("hints are not worth what the grammar takes for them")
 
 
 class Owners:

@@ -16,19 +16,27 @@ MIN_ITEMS: Final = 20
 ITEM_BYTES: Final = 10 * 2**20  # of forced text, times 2.5 items for each lexeme: 4 MiB, 0.1 s and 100 MB
 UNKNOWN_LEN: Final = 2**40
 MAX_LEXEME_BYTES: Final = 50_000  # the lexer has a state for each: 50 ms and 50 MB
+_VALUES: Final = frozenset({"const", "enum"})
 
-# Atoms of a regular expression: escapes, classes, groups, repetitions. Whatever it does not know counts as a byte.
+# Atoms of a regular expression: escapes, classes, flags, groups, repetitions. Whatever it does not know counts as a
+# byte, but for a brace: there may be a repetition behind it.
 _REGEX_ATOM: Final = re.compile(
-    r"(?P<close>\))|(?P<open>\((?:\?[^():]*[:)]|\?P?<\w+>)?)|\{(?P<least>\d+)(?:,\d*)?\}|(?P<either>\|)"
-    r"|[*+?^$]|\\[pPxuU]\{[^{}]*\}|\\.|\[(?:\\.|\[[^\[\]]*\]|[^\[\]\\])*\]|.",
+    r"(?P<close>\))|\(\?[a-zA-Z-]+\)|(?P<open>\((?:\?P?<\w+>|\?[a-zA-Z-]*:)?)|\{(?P<least>[\d\s]*)(?:,[\d\s]*)?\}"
+    r"|(?P<unclear>\{)|(?P<either>\|)|[*+?^$]"
+    r"|\\(?:[pPxuU]\{[^{}]*\}|x[\da-fA-F]{2}|u[\da-fA-F]{4}|U[\da-fA-F]{8}|.)"
+    r"|\[(?:\\.|\[[^\[\]]*\]|[^\[\]\\])*\]|.",
     re.DOTALL,
 )
-# Of llguidance's Lark: comments, imports, special tokens and numbers are nothing.
+_VERBOSE: Final = re.compile(r"\(\?[a-zA-Z]*x")
+# Of llguidance's Lark, split as it does that: comments, imports, special tokens and numbers are nothing.
 _LARK_ATOM: Final = re.compile(
-    r"(?:#|//)[^\n]*|%import(?P<imported>[^\n]*)|<[^<>\s]+>|\s+|(?P<text>\"(?:\\.|[^\"\\\n])*+\"?)|/(?P<regex>(?:\\.|[^/\\])*+)/?"
-    r"|(?P<name>_?[A-Za-z][A-Za-z0-9_]*+)"
-    r"(?P<defined>(?:\.-?\d+)?(?:\[(?:\"(?:\\.|[^\"\\\n])*+\"|/(?:\\.|[^/\\\n])*+/|[^\[\]\"/])*+\])?[ \t]*:)?"
-    r"|(?P<open>[(\[])|(?P<close>[)\]])|(?:\{|~[ \t]*)(?P<least>\d+)(?:,\d*)?\}?|\d[\w.]*+|(?P<either>\|)|.",
+    r"(?:#|//)[^\n]*|%import(?P<imported>[^\n#/]*)|%[a-z]+\s*\{?|<[^<>\s]+>|\s+"
+    r"|(?P<text>\"(?:\\.|[^\"\\\n])*+\"?)|/(?P<regex>(?:\\.|[^/\\])*+)/?(?P<flags>[imslux]*)"
+    r"|(?P<name>_?[A-Z][A-Z0-9_-]*+|[!]?[_?]?[a-z][a-z0-9_-]*+)"
+    r"(?P<defined>[ \t]*+(?:\.[ \t]*+[+-]?\d++)?[ \t]*+"
+    r"(?:\[(?P<attributes>(?:\"(?:\\.|[^\"\\\n])*+\"|/(?:\\.|[^/\\\n])*+/|[^\[\]\"/])*+)\])?[ \t]*+:)?"
+    r"|(?P<open>[(\[])|(?P<close>[)\]])|(?:\{|~)[ \t]*+\+?(?P<least>\d+)|(?P<unclear>\{(?![ \t]*+,))"
+    r"|\d[\w.]*+|(?P<either>\|)|.",
     re.DOTALL,
 )
 
@@ -38,44 +46,53 @@ def max_items(lexeme_len: int) -> int:
     return max(MIN_ITEMS, min(MAX_ITEMS, ITEM_BYTES // max(lexeme_len, 1)))
 
 
-def regex_len(pattern: str) -> int:
-    """A bound of the bytes that a text must have which matches, whichever alternative it takes."""
+def regex_len(pattern: str, *, is_verbose: bool = False) -> int:
+    """A bound of the bytes that a text must have which matches, whichever alternative it takes. UNKNOWN_LEN where
+    that is not clear. is_verbose: blanks and comments do not count, as with the flag x."""
 
     def atom_len(atom: re.Match[str]) -> int:
-        if atom[0][0] in "[*+?^$":  # a class is one character
-            return (1 if atom[0].isascii() else 4) if atom[0][0] == "[" else 0
+        if atom[0][0] in "[*+?^$(":  # a class is one character
+            return (1 if atom[0].isascii() and "\\" not in atom[0] else 4) if atom[0][0] == "[" else 0
         return len(atom[0].encode(errors="replace"))
 
+    if "#" in pattern and (is_verbose or _VERBOSE.search(pattern)):
+        return MAX_LEXEME_BYTES  # what stands in comments is not part of it, and where they are is not clear
     return _len_of(_REGEX_ATOM.finditer(pattern), atom_len)
 
 
 def lark_len(text: str) -> int:
     """A bound of the bytes of the longest lexeme in a text of Lark, whichever alternatives are taken."""
-    definitions: dict[str, list[re.Match[str]]] = {}
+    lexemes: dict[str, list[re.Match[str]]] = {}  # terminals, and rules with attributes, each of which is one, too
+    imported = set[str]()
     known: dict[str, int] = {}
     rules: list[re.Match[str]] = []
     current = rules
     for atom in _LARK_ATOM.finditer(text):
         if atom["imported"]:
-            known |= dict.fromkeys(re.findall(r"\w+", atom["imported"]), 0)
+            imported.update(re.findall(r"[\w-]+", atom["imported"]))
         elif atom["defined"]:
-            current = definitions.setdefault(atom["name"], []) if atom["name"].isupper() else rules
+            attributes = atom["attributes"]
+            current = lexemes.setdefault(atom["name"], []) if atom["name"].isupper() or attributes else rules
+            current += _LARK_ATOM.finditer(attributes or "")  # text that ends it belongs to it
         else:
             current.append(atom)
 
     def atom_len(atom: re.Match[str]) -> int:
         if atom["name"]:
-            return terminal_len(atom["name"]) if atom["name"].isupper() else 0
-        return regex_len(atom["regex"]) if atom["regex"] else len((atom["text"] or "").encode(errors="replace"))
+            return lexeme_len(atom["name"]) if atom["name"].isupper() else 0
+        if atom["regex"]:
+            return regex_len(atom["regex"], is_verbose="x" in atom["flags"])
+        return UNKNOWN_LEN if atom["unclear"] else len((atom["text"] or "").encode(errors="replace"))
 
-    def terminal_len(name: str) -> int:
+    def lexeme_len(name: str) -> int:
         if name not in known:
             known[name] = 0  # as long as it is not known: one that is defined by itself is refused
-            known[name] = _len_of(definitions[name], atom_len) if name in definitions else UNKNOWN_LEN
+            unknown_len = 0 if name in imported else UNKNOWN_LEN
+            known[name] = _len_of(lexemes[name], atom_len) if name in lexemes else unknown_len
         return known[name]
 
     try:
-        return max([0, *map(terminal_len, definitions), *map(atom_len, rules)])
+        return max([0, *map(lexeme_len, lexemes), *map(atom_len, rules)])
     except RecursionError:
         return UNKNOWN_LEN
 
@@ -83,23 +100,21 @@ def lark_len(text: str) -> int:
 def schema_len(schema: Any) -> int:
     """A bound of the bytes of the longest lexeme of a JSON schema."""
     longest, least, has_pattern = 0, 0, False
-    pending = [schema]
+    pending = [(schema, False)]  # with whether it is a value of the output
     while pending:
-        node = pending.pop()
+        node, is_value = pending.pop()
         if isinstance(node, dict):
-            pending += node.values()
-            longest = max([longest, *map(len, node)])
+            pending += [(each, is_value or name in _VALUES) for name, each in node.items()]
+            longest = max([longest, *(len(name.encode(errors="replace")) for name in node)])
             for pattern in (node.get("pattern"), *_keys(node.get("patternProperties"))):
                 if isinstance(pattern, str):
                     longest, has_pattern = max(longest, regex_len(pattern)), True
             if isinstance(node.get("minLength"), int | float):
                 least = max(least, int(min(node["minLength"], UNKNOWN_LEN)))
-            values = node.get("enum")
-            for value in (node.get("const"), *(values if isinstance(values, list) else ())):
-                if isinstance(value, str):
-                    longest = max(longest, len(value.encode(errors="replace")))
         elif isinstance(node, list):
-            pending += node
+            pending += [(each, is_value) for each in node]
+        elif isinstance(node, str) and is_value:
+            longest = max(longest, len(node.encode(errors="replace")))
     return max(longest, least) if has_pattern else longest
 
 
@@ -117,8 +132,11 @@ def _len_of(atoms: Iterable[re.Match[str]], len_of: Callable[[re.Match[str]], in
         elif atom["close"]:
             last = max(open_groups.pop()) if len(open_groups) > 1 else 0
             open_groups[-1][-1] += last
-        elif atom["least"]:
-            least = max(int(atom["least"][:12]), 1)
+        elif atom["unclear"]:
+            return UNKNOWN_LEN
+        elif atom["least"] is not None:
+            digits = "".join(atom["least"].split()).lstrip("0")
+            least = max(int(digits[:12] or 0), 1)
             open_groups[-1][-1] += last * (least - 1)
             last *= least
         elif atom["either"]:
@@ -127,4 +145,4 @@ def _len_of(atoms: Iterable[re.Match[str]], len_of: Callable[[re.Match[str]], in
         elif (own := len_of(atom)) > 0:
             open_groups[-1][-1] += own
             last = own
-    return min(sum(map(max, open_groups)), UNKNOWN_LEN)
+    return min(sum(map(max, open_groups)), UNKNOWN_LEN - 1)

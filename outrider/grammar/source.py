@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from outrider.errors import InvalidRequest
 from outrider.grammar import calendar
 from outrider.grammar.effort import forced_text_refusal
-from outrider.grammar.lexemes import MAX_LEXEME_BYTES, lark_len, regex_len, schema_len
+from outrider.grammar.lexemes import MAX_LEXEME_BYTES, UNKNOWN_LEN, lark_len, regex_len, schema_len
 from outrider.sampling_params import GrammarKind, GrammarSpec
 
 MAX_INTERSECTED_PATTERNS: Final = 16  # 40 ms and 40 MB; 22 would take 10 s and 1 GB
@@ -165,7 +165,8 @@ def _check_literals(text: str) -> None:
 def _check_pattern(pattern: str) -> None:
     """Refuses a regular expression with text in a row that is too long. What many parts together make so long is found
     by `Position`, and that of Lark's terminals has `max_items`."""
-    if (num_bytes := regex_len(pattern)) > MAX_LEXEME_BYTES:
+    num_bytes = regex_len(pattern)
+    if MAX_LEXEME_BYTES < num_bytes < UNKNOWN_LEN:  # else llguidance will report the fault
         raise InvalidRequest(
             "grammar", f"a regular expression matches {num_bytes} bytes and more; permitted: {MAX_LEXEME_BYTES}"
         )

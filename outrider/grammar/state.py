@@ -104,6 +104,7 @@ class GrammarState:
         with self._walking() as walker:
             path, places = list[int](), [walker.place()]  # place[i]: after path[:i]
             for row, continuation in zip(rows, continuations, strict=True):
+                self._effort.is_for_hints = bool(continuation)
                 num_shared = sum(1 for _ in takewhile(bool, map(operator.eq, path, continuation)))
                 if num_shared < len(path):
                     walker.go_back(places[num_shared])

@@ -10,10 +10,13 @@ from protos.outrider.v1 import target_pb2
 
 
 def read_committed(grammar: GrammarState, token_ids: list[int]) -> None:
-    """Feeds tokens that were committed elsewhere. Raises InvalidRequest if the grammar does not permit them."""
+    """Feeds tokens that were committed elsewhere. Raises InvalidRequest if the grammar does not permit them, or
+    takes too long for them."""
     try:
         grammar.advance(token_ids)
     except GrammarViolation as violation:
+        if (refusal := cost_refusal(grammar, None)) is not None:
+            raise refusal from violation
         raise InvalidRequest("token_ids", f"the committed tokens leave the grammar: {violation}") from violation
 
 
@@ -29,6 +32,14 @@ def advance(grammar: GrammarState, token_ids: list[int]) -> target_pb2.FinishRea
         except GrammarViolation:
             continue
     return target_pb2.FINISH_REASON_NO_TOKEN  # the tokens were permitted, but none can follow
+
+
+def is_complete(grammar: GrammarState) -> bool:
+    """Whether nothing can follow the output. Raises InvalidRequest if the grammar is out of time."""
+    reason = advance(grammar, [])
+    if (refusal := cost_refusal(grammar, reason)) is not None:
+        raise refusal
+    return reason is not None
 
 
 def is_forced_next(grammar: GrammarState) -> bool:

@@ -171,6 +171,7 @@ class Scheduler:
                 now=now,
             )
             self._forecast.check_in_time(session, now, self._best_step_ms)
+            is_complete = session.is_output_complete()
         except OutriderError as error:
             return [SessionRefused(event.session_id, detached(error))]
         actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
@@ -178,7 +179,7 @@ class Scheduler:
         self._sessions[session.session_id] = session
         self._slots.add(session)
         self._forecast.come(session)
-        if session.is_output_complete():  # a replay of all tokens: only its end was missing
+        if is_complete:  # a replay of all tokens: only its end was missing
             self._early.take(session.session_id)
             return [*actions, self._end(session, target_pb2.FINISH_REASON_STOP, now)]
         for early in self._early.take(session.session_id):
@@ -307,8 +308,7 @@ class Scheduler:
             self._pace.commit(num_committed, len(step.items))
         scored = result.prompt_logprobs or [[]] * len(step.items)
         for item, verdict, logprobs in zip(step.items, result.verdicts, scored, strict=True):
-            session = self._sessions.get(item.session_id)
-            if session is None:
+            if (session := self._sessions.get(item.session_id)) is None:
                 continue
             if logprobs:
                 first = session.kv.length - len(item.token_ids) + 1

@@ -42,6 +42,7 @@ from target_worker.objectives import NO_AIM, Aim
 from target_worker.scheduling.output_grammar import (
     advance,
     cost_refusal,
+    is_complete,
     is_forced_next,
     read_committed,
     up_to_completion,
@@ -233,8 +234,8 @@ class Session:
         )
 
     def is_output_complete(self) -> bool:
-        """Whether the grammar permits nothing after the current output."""
-        return self.grammar is not None and advance(self.grammar, []) is not None
+        """Whether the grammar permits nothing after the current output. Raises InvalidRequest if it is out of time."""
+        return self.grammar is not None and is_complete(self.grammar)
 
     def cost_refusal(self, reason: target_pb2.FinishReason | None) -> InvalidRequest | None:
         """Why the session must end: its grammar delays the batch longer than one sequence may. None if it does not."""

@@ -35,8 +35,10 @@ class Worker:
         self.tokens: list[Counter[str]] = []  # by owner, for each step
         self.num_chunks = 0
 
-    def ask(self, owner: str, num_tokens: int, name: str = "", priority: int = 0) -> Prompt:
-        self.waiting.append(Prompt(owner, num_tokens, name or owner, priority))
+    def ask(
+        self, owner: str, num_tokens: int, name: str = "", priority: int = 0, *, may_be_passed: bool = True
+    ) -> Prompt:
+        self.waiting.append(Prompt(owner, num_tokens, name or owner, priority, may_be_passed))
         return self.waiting[-1]
 
     def step(self, budget: int = BUDGET) -> None:
@@ -175,6 +177,18 @@ class TestOneOwnersPrompts:
                 worker.step()
                 num_steps += 1
             assert num_steps <= 2 * length / BUDGET + 2
+
+    def test_what_prompts_took_that_nobody_may_pass_is_no_lead_of_later_ones(self) -> None:
+        """Prompts with an objective, or of preempted sequences, are the first without being the shortest."""
+        worker = Worker()
+        worker.ask("a", 20_000, "urgent", may_be_passed=False)
+        worker.ask("a", 10_000, "long")
+        while "long" not in worker.finished:
+            for _ in range(12):  # more than a step computes
+                worker.ask("a", 60, "short")
+            worker.step()
+        num_short = worker.finished.count("short")
+        assert num_short * 60 <= 10_000 + 2 * BUDGET
 
     def test_many_chunks_are_not_made_of_few(self) -> None:
         """Each step begins or continues one long prompt, and all others that it computes end in it."""

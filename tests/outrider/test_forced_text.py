@@ -260,10 +260,59 @@ def test_copies_of_a_position_go_their_own_ways_through_forced_text() -> None:
         ('start: A~9\nA.2[stop="]:"]: ("ab" | "c"){100} /x{50}(y{4}|z)/ <|eos|> // B: "text"{1000}', 250),
         ('start: a{1000}\na: B\nB: /[x]{100}/', 100),
         ("start: A\n%ignore B", 2**40),  # nobody knows what they are
+        ("start: A{{3}}", 2**40),
     ],
 )  # fmt: skip
 def test_the_longest_lexeme_is_found_however_it_is_put_together(text: str, length: int) -> None:
     assert length <= lark_len(text) <= 2 * length
+
+
+SPELT = {
+    "a name with a dash": 'A: "x"\nr: "z"\nA-1: B{%d}\nstart: "y"? A-1{4000}',
+    "names without a blank": 'r: "z"\nA : B{%d}\nstart: "y"? rA{4000}',
+    "blanks in a repetition": "A: B{ %d }",
+    "a sign in a repetition": "A: B{+%d}",
+    "a sign behind a tilde": "A: B~+%d",
+    "leading zeros": "A: B{00000000000000%d}",
+    "a comment behind an import": "%%import common.INT // A\nA: B{%d}",
+    "a lazy rule": 'a[lazy]: B{%d}\nstart: "y"? a{4000}',
+    "a rule with an end": 'a[suffix="!"]: B{%d}\nstart: "y"? a{4000}',
+    "blanks in a regular expression": "A: /(abcdefghij){ %d }/",
+    "leading zeros in a regular expression": "A: /(abcdefghij){00000000000000%d}/",
+    "flags in a group": "A: /(abcdefghij(?i)){%d}/",
+    "a named group": "A: /(?P<n>abcdefghij){%d}/",
+    "a comment in a regular expression": "A: /(abcdefghij#(\n){%d}/x",
+    "characters by number": "A: /[\\u{1F600}]{%d0}/",
+}
+
+
+@pytest.mark.parametrize("name", SPELT)
+def test_the_longest_lexeme_is_found_however_it_is_spelt(name: str) -> None:
+    text = SPELT[name] % 60 + '\nB: "abcdefghij"'
+    text += "" if "start:" in text else '\nstart: "y"? A{4000}'
+    spec = GrammarSpec(GrammarKind.LARK, text)
+    matcher = LLMatcher(COMPILER._vocabulary().tokenizer, to_llguidance(spec), log_level=0)
+    assert matcher.try_consume_tokens(encode("y"))
+    num_bytes = len(matcher.compute_ff_bytes())
+    assert num_bytes >= 60 * 4000 * 10, "llguidance reads it so"
+    assert longest_lexeme(spec) >= num_bytes // 4000
+
+
+@pytest.mark.parametrize("value", [["x" * 3000], {"name": "x" * 3000}, [{"name": ["x" * 3000]}]])
+def test_text_within_fixed_values_of_a_schema_counts(value: Any) -> None:
+    for fixed in ({"const": value}, {"enum": [1, value]}):
+        schema = {"type": "array", "minItems": 4000, "items": fixed}
+        assert longest_lexeme(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))) >= 3000
+
+
+def test_ordinary_names_and_expressions_are_known() -> None:
+    for lark in (
+        'start: MY-TOK my-rule "."\nMY-TOK: /[a-z]+/\nmy-rule: "a"',
+        "start: DATE\nDATE: /(?P<year>[0-9]{4})-(?P<month>[0-9]{2})/",
+        '%import common (INT, WORD)\n%import common.CNAME -> NAME\n%llguidance {}\nstart: INT WORD NAME "x"{ , 3}',
+        'start: a\na[capture="K", stop=END-OF-A, max_tokens=5]: TEXT~2..5 | /x/i\nTEXT: /[^\\n]*/\nEND-OF-A: "\\n"',
+    ):
+        assert max_items(longest_lexeme(GrammarSpec(GrammarKind.LARK, lark))) == MAX_ITEMS
 
 
 def test_a_grammar_of_long_lexemes_forces_no_more_in_one_call_than_one_of_short_ones() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_a_query_ends_within_it_and_is_no_exception(query: str, state: GrammarSt
     with pytest.raises(GrammarViolation):
         QUERIES[query](state)
     assert clock.num_looks <= FREE_S / clock.look_s + 3
-    is_for_hints = query in ("valid hints", "forced tokens")
+    is_for_hints = query in ("masks", "valid hints", "forced tokens")
     assert (state.refusal is None) == is_for_hints  # what only hints need ends no sequence
     assert not state.affords_hints
     assert not state.has_failed  # the lexer is as good as before
@@ -76,7 +77,7 @@ def test_a_query_ends_within_it_and_is_no_exception(query: str, state: GrammarSt
 def test_a_refused_sequence_is_told_why(state: GrammarState, clock: Clock) -> None:
     clock.look_s = 0.05
     with pytest.raises(GrammarViolation):
-        QUERIES["masks"](state)
+        QUERIES["completeness"](state)
     assert state.refusal is not None
     assert "permitted: 25 ms a token and 1 s" in state.refusal
 
@@ -105,7 +106,7 @@ def test_tokens_pay_for_their_grammar_and_a_saved_up_credit_does_not_exist(state
     assert state.affords_hints
     clock.look_s = 0.05
     with pytest.raises(GrammarViolation):
-        QUERIES["masks"](state)
+        QUERIES["completeness"](state)
 
 
 def test_a_long_text_that_is_read_again_is_paid_for(state: GrammarState, clock: Clock) -> None:
@@ -125,7 +126,7 @@ def test_the_sequences_of_an_owner_share_what_is_free_and_others_have_their_own(
     clock.look_s = COVERED_S / 2
     for state in many:
         with pytest.raises(GrammarViolation):
-            QUERIES["masks"](state)
+            QUERIES["completeness"](state)
     assert all(state.refusal is not None for state in many)
     spent_s = sum(state._effort.spent_s for state in many)
     assert spent_s < 2 * FREE_S + len(many) * (COVERED_S + 2 * clock.look_s)
@@ -137,12 +138,65 @@ def test_the_sequences_of_an_owner_share_what_is_free_and_others_have_their_own(
         assert state.refusal is None
     clock.look_s = COVERED_S / 2
     with pytest.raises(GrammarViolation):
-        QUERIES["masks"](start("a"))
+        QUERIES["completeness"](start("a"))
     clock.now_s += 3 * FREE_S / OWNER_SHARE
     before = start("a")
     with pytest.raises(GrammarViolation):
-        QUERIES["masks"](before)
+        QUERIES["completeness"](before)
     assert before._effort.spent_s > FREE_S
+
+
+def test_sequences_that_have_nothing_but_hints_share_what_is_free_as_well(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft worker's: all that they ask for is hints, step after step."""
+    states = [grammars.asked_by("a", compiler, SPEC) for _ in range(32)]
+    clock = Clock(monkeypatch)
+    clock.look_s = COVERED_S / 4
+    for _ in range(100):
+        for state in states:
+            if state.refusal is None:
+                with suppress(GrammarViolation):
+                    state.masks([LETTERS[:length] for length in range(1, 9)])
+    assert all(state.refusal is not None for state in states)
+    assert sum(state._effort.spent_s for state in states) < 2 * FREE_S + len(states) * (COVERED_S + 2 * clock.look_s)
+
+
+def test_hints_end_no_sequence_whose_tokens_pay_for_its_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine masks in a step that commits one token take more than that pays for."""
+    states = [grammars.asked_by("", compiler, SPEC) for _ in range(32)]
+    clock = Clock(monkeypatch)
+    clock.look_s = 0.003
+    num_with_hints = 0
+    for token_id in LETTERS[:60]:
+        for state in states:
+            if state.affords_hints:
+                num_with_hints += 1
+                with suppress(GrammarViolation):
+                    state.masks([LETTERS[:length] for length in range(9)])
+            state.masks([[]])
+            state.advance([token_id])
+    assert all(state.refusal is None for state in states)
+    assert num_with_hints > 5 * len(states)
+
+
+def test_however_much_an_owner_takes_its_others_wait_no_longer(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without keys all tenants are one owner."""
+    hostile = [grammars.asked_by("", compiler, SPEC) for _ in range(300)]
+    clock = Clock(monkeypatch)
+    clock.look_s = COVERED_S
+    for state in hostile:
+        with pytest.raises(GrammarViolation):
+            QUERIES["completeness"](state)
+    clock.now_s += FREE_S / OWNER_SHARE
+    honest = grammars.asked_by("", compiler, SPEC)
+    assert not honest.is_complete_after(LETTERS[:2])
+    assert honest._effort.debt_s > 2 * COVERED_S
+    assert honest.refusal is None
 
 
 def test_one_call_counts_for_no_more_than_a_call_can_take(state: GrammarState, clock: Clock) -> None:

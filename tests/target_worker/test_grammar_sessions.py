@@ -540,6 +540,21 @@ def test_a_sequence_whose_grammar_takes_too_much_of_the_batchs_time_is_ended_wit
     assert core.scheduler.kv_usage == 0.0
 
 
+@pytest.mark.parametrize("token_ids", [[], [0]], ids=["a new one", "one that was moved"])
+def test_a_sequence_whose_grammar_is_out_of_time_at_its_beginning_is_told_so(token_ids: list[int]) -> None:
+    """It is neither complete, nor do its tokens leave the grammar."""
+    grammar = compiled("person")
+    grammar._effort.debt_s = 2 * FREE_S
+    event = start("slow", "greedy")
+    core = target_core()
+    actions = core.handle(replace(event, grammar=grammar, token_ids=[*event.token_ids, *token_ids]), 0.0)
+    error = actions[-1].error if isinstance(actions[-1], SessionAborted | SessionRefused) else None
+    assert isinstance(error, InvalidRequest)
+    assert (error.parameter, "25 ms a token" in error.message) == ("grammar", True)
+    assert core.scheduler.kv_usage == 0.0
+    assert core.scheduler.num_waiting == 0
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_text_that_is_too_long_for_a_step_ends_its_session_with_the_reason_and_no_other(
     mode: str, monkeypatch: pytest.MonkeyPatch

@@ -44,7 +44,8 @@ _TRANSPORT_WORDS = (
 """Parts of gRPC's own error messages, in lower case, which tell a broken connection from an error that the system
 reports."""
 _OWN_WORDS = re.compile(
-    r"target worker (failed|was lost|fell silent|broke|does not answer|could be reached)|the sequence stops after"
+    r"(the connection to a|a|no) target worker (failed|was lost|fell silent|broke|does not answer|could be reached)"
+    r"|the sequence stops after"
 )
 """Messages with which the system reports the loss that ended a request, whatever gRPC's message adds."""
 _NO_SUCH_WEIGHTS = "none of the target workers that are there has the weights and numerics that it began with"

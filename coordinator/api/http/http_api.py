@@ -72,7 +72,7 @@ class HttpApi:
         snapshot = self._service.snapshot()
         caller: Caller | None = getattr(request.state, "caller", None)
         # Details are about all models.
-        if self._service.knows_callers and (caller is None or caller.models is not None):
+        if caller is None or (self._service.knows_callers and caller.models is not None):
             return JSONResponse({"status": "ready" if models else "not ready"}, 200 if models else 503)
         body = {
             "status": "ready" if models else "no target worker is live",

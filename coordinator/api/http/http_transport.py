@@ -162,7 +162,7 @@ class RequestContext:
             needed = Scope.METRICS if path == _METRICS_PATH else Scope.GENERATE
             state["caller"] = await self._authenticate(_authorization(headers), needed)
         except OutriderError as error:
-            if not state["is_open"] or self._web_pages is not None:  # without keys only a page of others is refused
+            if not state["is_open"]:  # health tells strangers little: a load balancer may ask under any name
                 app = self._refuse(error, HTTPConnection(scope))
         await app(scope, receive, send_with_id)
 

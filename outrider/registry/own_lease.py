@@ -10,6 +10,7 @@ is made again. They also need nothing that somebody has to load into Redis first
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import redis.asyncio
@@ -40,55 +41,61 @@ async def write(
 ) -> bool:
     """Stores a record; False when a process that joined later, or at the same time, holds the id."""
     key = f"{prefix}w:{record.worker_id}"
-    for number in range(TRIES_MAX):
-        async with client.pipeline(transaction=True) as calls:
-            await calls.watch(key)
-            holder, holder_joined, state = await calls.hmget(key, ["incarnation", "joined_at_us", "state"])
-            if holder not in (None, record.incarnation) and _number(holder_joined) >= joined_at_us:
-                return False
-            seconds, microseconds = await calls.time()
-            calls.multi()
-            calls.delete(key)
-            stored: dict[Any, Any] = {"joined_at_us": joined_at_us, **record.to_fields()}
-            calls.hset(key, mapping=stored)
-            calls.pexpire(key, life_ms)
-            calls.zadd(f"{prefix}leases", {record.worker_id: int(seconds) * 1000 + int(microseconds) // 1000 + life_ms})
-            # The order of joins survives a Redis that lost everything.
-            calls.zadd(f"{prefix}joins", {_LAST: joined_at_us}, gt=True)
-            if holder != record.incarnation:
-                _tell(calls, prefix, "joined", record)
-            elif state != record.state:
-                _tell(calls, prefix, record.state, record)
-            try:
-                await calls.execute()
-            except WatchError:
-                if number == TRIES_MAX - 1:
-                    raise
-            else:
-                return True
-    raise AssertionError
+
+    async def prepare(calls: Pipeline) -> bool:
+        holder, holder_joined, state = await calls.hmget(key, ["incarnation", "joined_at_us", "state"])
+        if holder not in (None, record.incarnation) and _number(holder_joined) >= joined_at_us:
+            return False
+        seconds, microseconds = await calls.time()
+        calls.multi()
+        calls.delete(key)
+        stored: dict[Any, Any] = {"joined_at_us": joined_at_us, **record.to_fields()}
+        calls.hset(key, mapping=stored)
+        calls.pexpire(key, life_ms)
+        calls.zadd(f"{prefix}leases", {record.worker_id: int(seconds) * 1000 + int(microseconds) // 1000 + life_ms})
+        # The order of joins survives a Redis that lost everything.
+        calls.zadd(f"{prefix}joins", {_LAST: joined_at_us}, gt=True)
+        if holder != record.incarnation:
+            _tell(calls, prefix, "joined", record)
+        elif state != record.state:
+            _tell(calls, prefix, record.state, record)
+        return True
+
+    return await _transact(client, key, prepare)
 
 
 async def remove(client: redis.asyncio.Redis, prefix: str, record: WorkerRecord) -> bool:
     """Removes a record and its process' reservations; False when the record is gone or another process'."""
     key = f"{prefix}w:{record.worker_id}"
-    for number in range(TRIES_MAX):
+
+    async def prepare(calls: Pipeline) -> bool:
+        is_ours = await calls.hget(key, "incarnation") == record.incarnation
+        calls.multi()
+        calls.delete(f"{prefix}r:{record.incarnation}")
+        if is_ours:
+            calls.delete(key)
+            calls.zrem(f"{prefix}leases", record.worker_id)
+            _tell(calls, prefix, "left", record)
+        return is_ours
+
+    return await _transact(client, key, prepare)
+
+
+async def _transact(client: redis.asyncio.Redis, key: str, prepare: Callable[[Pipeline], Awaitable[bool]]) -> bool:
+    """Executes the commands that `prepare` queues after its reads, unless `key` has changed since: then it is asked
+    again, up to TRIES_MAX times. Also where the connection was lost in between. Returns what it returned."""
+    for num_left in reversed(range(TRIES_MAX)):
         async with client.pipeline(transaction=True) as calls:
-            await calls.watch(key)
-            is_ours = await calls.hget(key, "incarnation") == record.incarnation
-            calls.multi()
-            calls.delete(f"{prefix}r:{record.incarnation}")
-            if is_ours:
-                calls.delete(key)
-                calls.zrem(f"{prefix}leases", record.worker_id)
-                _tell(calls, prefix, "left", record)
             try:
-                await calls.execute()
+                await calls.watch(key)
+                result = await prepare(calls)
+                if len(calls):
+                    await calls.execute()
             except WatchError:
-                if number == TRIES_MAX - 1:
+                if not num_left:
                     raise
             else:
-                return is_ours
+                return result
     raise AssertionError
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +90,15 @@ def test_no_description_of_a_folder_ends_a_process(model: Path, name: str, depth
         (model / name).write_text(text)
     else:
         (model / name).write_text(nested(depth, "extra_tokens"))
+    refusals = []
     for reader in READERS.values():
-        with suppress(ConfigurationError):
+        try:
             reader(model)
+        except ConfigurationError as error:
+            refusals.append(error.message)
+    assert all(name in refusal or str(model) in refusal for refusal in refusals), refusals
+    if depth == max(DEPTHS):
+        assert refusals, "somebody has read it"
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
